@@ -1,0 +1,1 @@
+"""Kernels and their reference. A leaf: imports torch and triton, knows no module and no recipe."""
