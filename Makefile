@@ -1,0 +1,52 @@
+# Every target sets up .venv first and does nothing about it when it is up to date.
+
+# The torch that is installed where none that fits is found, e.g. `make test TORCH='torch==2.11.0'`.
+TORCH ?= torch==2.13.0
+PYTHON ?= python3
+# Options of the A/B check, e.g. `make ab AB='--data ml-100k --seeds 3'`.
+AB ?=
+# Options of pytest, e.g. `make test TESTS='numerics_tests/test_reference.py -k ragged'`.
+TESTS ?=
+
+# A torch that is already installed need only be one the project supports, unless one was asked for by name.
+FITS := $(if $(filter file,$(origin TORCH)),torch>=2.11,$(TORCH))
+RUN := .venv/bin/python
+SETUP := $(PYTHON) .ci/venv.py --torch '$(TORCH)' --fits '$(FITS)'
+
+.DEFAULT_GOAL := help
+.PHONY: help venv ab test lint types check bench clean
+
+help:
+	@echo 'make ab      does MXFP8 move normalized entropy or calibration against BF16? (AB=options of mxfp8 ab)'
+	@echo 'make test    the test suite (TESTS=options of pytest)'
+	@echo 'make check   lint, types and tests: what CI runs'
+	@echo 'make bench   CPU benchmarks, into benchmarks/results'
+	@echo 'make lint | types | venv | clean'
+
+venv:
+	@$(SETUP) --extras test
+
+# The check exits 0 for pass, 1 for fail, 3 for inconclusive: all three are verdicts, anything else is an error.
+ab:
+	@$(SETUP) --extras ab
+	@$(RUN) -m mxfp8_recipe.cli ab $(AB) || case $$? in 1|3) ;; *) exit $$?;; esac
+
+test: venv
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 $(TESTS)
+
+lint: venv
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+
+types: venv
+	@$(RUN) -m pyright
+
+check: lint types test
+
+bench:
+	@$(SETUP) --extras bench
+	@$(RUN) benchmarks/bench_cpu.py
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

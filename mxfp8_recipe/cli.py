@@ -1,0 +1,159 @@
+"""The command line: `mxfp8 ab | plan | doctor`.
+
+Each command imports what it needs when it runs, so that `mxfp8 doctor` works on a machine where nothing else does.
+Exit codes: 0 done (for `ab`: pass), 1 `ab` says fail, 3 `ab` says inconclusive, 2 a mistake in what was asked,
+70 an error of ours, so that no crash is mistaken for a verdict.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+USAGE_ERROR = 2
+INTERNAL_ERROR = 70
+
+app = typer.Typer(
+    name="mxfp8",
+    help="MXFP8 training for any torch model, and the checks that decide whether it may ship.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class UsageError(Exception):
+    """A mistake in what was asked, told in one line."""
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        app(prog_name="mxfp8")
+    except UsageError as error:
+        Console(stderr=True, soft_wrap=True).print(f"mxfp8: {error}", style="red", markup=False, highlight=False)
+        sys.exit(USAGE_ERROR)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(INTERNAL_ERROR)
+
+
+# The A/B check brings its own options: everything after `ab`, `--help` included, goes to it.
+@app.command(
+    "ab",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def ab(context: typer.Context) -> None:
+    """Train in BF16 and MXFP8 from the same weights: did normalized entropy or calibration move?"""
+    try:
+        from mxfp8_recipe.ab.command import ab_command
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("mxfp8_recipe"):
+            raise
+        raise UsageError(
+            f"the A/B check needs {error.name}, which is not installed: pip install 'mxfp8-recipe[ab]'"
+        ) from error
+    check = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    check.command("ab")(ab_command)
+    check(args=context.args, prog_name="mxfp8 ab")
+
+
+@app.command("plan")
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FUNCTION",
+            help="A function without arguments that returns a model, or (model, example_inputs). "
+            "Modules are found from the current directory too.",
+        ),
+    ],
+    recipe: Annotated[str, typer.Option(help="A named recipe, or the path of a YAML file.")] = "mxfp8",
+    overrides: Annotated[Path | None, typer.Option(help="A YAML file of per-layer overrides.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
+) -> None:
+    """Show what a recipe would do to each layer of a model, and why; changes nothing."""
+    built, example_inputs = _build(model)
+    from mxfp8_recipe.api import plan_recipe
+
+    try:
+        planned = plan_recipe(built, recipe, overrides=_read_overrides(overrides), example_inputs=example_inputs)
+    except (ValueError, TypeError, OSError) as error:
+        raise UsageError(str(error)) from error
+    if as_json:
+        typer.echo(json.dumps(planned.to_dict(), indent=2))
+    else:
+        typer.echo(str(planned))
+
+
+@app.command("doctor")
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
+    """Show what this machine runs natively, what it emulates, and why."""
+    from mxfp8_recipe import doctor as checks
+
+    findings = checks.diagnose()
+    if as_json:
+        typer.echo(json.dumps(checks.as_dicts(findings), indent=2))
+    else:
+        checks.print_findings(findings, Console())
+
+
+def _build(target: str) -> tuple[Any, Any]:
+    """Call `module:function` and split what it returns into a model and its example inputs."""
+    from torch import nn
+
+    function = _resolve(target)
+    try:
+        built = function()
+    except Exception as error:
+        raise UsageError(f"{target}: raised {type(error).__name__}: {error}") from error
+    model, example_inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{target}: got {type(model).__name__}, expected a torch.nn.Module or (model, example_inputs)")
+    return model, example_inputs
+
+
+def _resolve(target: str) -> Any:
+    """Import the function that `module:function` names."""
+    module_name, colon, function_name = target.partition(":")
+    if not (module_name and colon and function_name):
+        raise UsageError(f"{target}: expected module:function, such as my_project.models:build")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{target}: no module named {error.name} (searched from {Path.cwd()} as well)") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise UsageError(f"{target}: {module_name} has no function {function_name}")
+    return function
+
+
+def _read_overrides(path: Path | None) -> dict[str, Any] | None:
+    """Per-layer overrides from a YAML file."""
+    if path is None:
+        return None
+    import yaml
+
+    try:
+        overrides = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(overrides, dict):
+        raise UsageError(f"{path}: got {type(overrides).__name__}, expected a mapping from layer to precision")
+    return overrides
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""What is installed: the wheel's content, the explicit package list, and prose that names nobody's machine."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+OUTSIDE = {"fused": "mxfp8_recipe.fused", "recipes": "mxfp8_recipe.recipes"}
+"""Directories beside the package and the names they install under."""
+
+BUILD_INPUTS = ("pyproject.toml", "README.md", "LICENSE", "mxfp8_recipe", "fused", "recipes")
+
+
+def packages_on_disk() -> set[str]:
+    """Every directory that holds Python or YAML, by the name it installs under."""
+    found = set()
+    for directory in ("mxfp8_recipe", *OUTSIDE):
+        for path in (ROOT / directory).rglob("*"):
+            if path.suffix in (".py", ".yaml"):
+                inner = path.parent.relative_to(ROOT / directory).parts
+                found.add(".".join((OUTSIDE.get(directory, directory), *inner)))
+    return found
+
+
+def declared_packages() -> list[str]:
+    """The list in pyproject.toml, read without a TOML parser: Python 3.10 has none."""
+    text = (ROOT / "pyproject.toml").read_text()
+    block = re.search(r"^packages = \[(.*?)^\]", text, re.DOTALL | re.MULTILINE)
+    assert block, "pyproject.toml has no explicit list of packages"
+    return re.findall(r'"([\w.]+)"', block[1])
+
+
+def test_package_list_equals_disk() -> None:
+    declared = declared_packages()
+    assert len(declared) == len(set(declared))
+    assert set(declared) == packages_on_disk()
+
+
+@pytest.fixture(scope="module")
+def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Names inside a wheel built from a copy of the sources, without a network."""
+    pytest.importorskip("setuptools")
+    source = tmp_path_factory.mktemp("source")
+    for name in BUILD_INPUTS:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, source / name)
+    target = tmp_path_factory.mktemp("wheel")
+    code = f"from setuptools.build_meta import build_wheel; build_wheel({str(target)!r})"
+    outcome = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+    (wheel,) = target.glob("*.whl")
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def installed_name(path: Path) -> str:
+    relative = path.relative_to(ROOT)
+    return f"mxfp8_recipe/{relative}" if relative.parts[0] in OUTSIDE else str(relative)
+
+
+def test_wheel_holds_every_source_recipe_and_template(wheel_names: set[str]) -> None:
+    wanted = {
+        installed_name(path)
+        for directory in ("mxfp8_recipe", *OUTSIDE)
+        for path in (ROOT / directory).rglob("*")
+        if path.suffix in (".py", ".yaml", ".html", ".j2") and "__pycache__" not in path.parts
+    }
+    assert wanted <= wheel_names, sorted(wanted - wheel_names)
+    assert "mxfp8_recipe/py.typed" in wheel_names
+
+
+def test_wheel_adds_one_import_name(wheel_names: set[str]) -> None:
+    """`fused` and `recipes` at top level would collide with other distributions."""
+    tops = {name.split("/")[0] for name in wheel_names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"mxfp8_recipe"}
+    assert any(name.endswith("licenses/LICENSE") for name in wheel_names)
+
+
+def run_cli(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mxfp8_recipe.cli", *arguments], capture_output=True, text=True, cwd=cwd, check=False
+    )
+
+
+def test_doctor_reports_as_json() -> None:
+    outcome = run_cli("doctor", "--json")
+    assert outcome.returncode == 0, outcome.stderr
+    findings = json.loads(outcome.stdout)
+    assert {"torch", "triton", "FP8 dtypes", "transformer-engine"} <= {finding["what"] for finding in findings}
+    assert "backends" not in {f["what"] for f in findings if f["status"] == "missing"}
+    assert all(finding["reason"] for finding in findings)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plan", "no_colon"), "expected module:function"),
+        (("plan", "no_such_module:build"), "no module named no_such_module"),
+        (("plan", "json:no_such_function"), "has no function no_such_function"),
+        (("plan", "platform:machine"), "expected a torch.nn.Module"),
+        (("plan", "broken:build"), "raised RuntimeError: no weights here"),
+        (("plan", "tiny:build", "--recipe", "no_such_recipe"), "no_such_recipe"),
+        (("plan", "tiny:build", "--overrides", "no_such_file.yaml"), "cannot be read"),
+        (("plan", "tiny:build", "--overrides", "broken.yaml"), "is not YAML"),
+        (("plan", "tiny:build", "--overrides", "list.yaml"), "expected a mapping"),
+        (("plan", "tiny:build", "--overrides", "unmatched.yaml"), "no_such_layer"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(arguments: tuple[str, ...], message: str, user_files: Path) -> None:
+    outcome = run_cli(*arguments, cwd=user_files)
+    assert outcome.returncode == 2, outcome.stderr
+    assert message in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+
+
+@pytest.fixture
+def user_files(tmp_path: Path) -> Path:
+    """A user's directory: a model, a model that fails, and override files with mistakes."""
+    (tmp_path / "tiny.py").write_text(
+        "import torch\n"
+        "def build():\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.SiLU(), torch.nn.Linear(32, 32))\n"
+        "def with_inputs():\n"
+        "    return build(), (torch.randn(4, 64),)\n"
+    )
+    (tmp_path / "broken.py").write_text("def build():\n    raise RuntimeError('no weights here')\n")
+    (tmp_path / "broken.yaml").write_text("layers: [1, 2\n")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    (tmp_path / "unmatched.yaml").write_text("no_such_layer: bf16\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("function", ["build", "with_inputs"])
+def test_plan_shows_every_linear(function: str, user_files: Path) -> None:
+    outcome = run_cli("plan", f"tiny:{function}", cwd=user_files)
+    assert outcome.returncode == 0, outcome.stderr
+    assert "MXFP8Linear" in outcome.stdout
+    as_json = run_cli("plan", f"tiny:{function}", "--json", cwd=user_files)
+    assert as_json.returncode == 0, as_json.stderr
+    json.loads(as_json.stdout)
+
+
+ABSOLUTE = re.compile(r"(?<![\w./~:$}])/(?:work|root|home|tmp|Users|mnt|opt)/\w")
+ACCOUNTS = re.compile(r"\bsub-?agents?\b|\bsessions?\b", re.IGNORECASE)
+INDEXES = re.compile(r"https?://[^\s\"')>]*(?:pypi|pythonhosted|artifactory|nexus|devpi|/simple)", re.IGNORECASE)
+TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".html", ".j2", ".txt", ".cfg", ".sh", ""}
+
+
+def tracked_text() -> list[Path]:
+    """Text files of the repository, this one left out: it spells what it forbids."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        capture_output=True, text=True, cwd=ROOT, check=False,
+    )  # fmt: skip
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    paths = (ROOT / name for name in listed.stdout.splitlines())
+    return [path for path in paths if path.suffix in TEXT and path.is_file() and path != Path(__file__).resolve()]
+
+
+def offences(pattern: re.Pattern[str], paths: list[Path]) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:120]}"
+        for path in paths
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+        if pattern.search(line)
+    ]
+
+
+def test_no_path_of_one_machine() -> None:
+    assert offences(ABSOLUTE, tracked_text()) == []
+
+
+def test_no_package_index() -> None:
+    assert offences(INDEXES, tracked_text()) == []
+
+
+def test_prose_is_about_the_product() -> None:
+    assert offences(ACCOUNTS, [path for path in tracked_text() if path.suffix == ".md"]) == []
