@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import sysconfig
@@ -58,7 +57,7 @@ def main() -> None:
     create_venv(arguments.fits)
     install_torch(arguments.torch, arguments.fits)
     install_project(extras)
-    link_for_type_checker()
+    link_for_tools()
     STAMP.write_text(json.dumps({"key": stamp_key(arguments), "extras": extras}))
 
 
@@ -150,14 +149,12 @@ def install_project(extras: list[str]) -> None:
     pip_install("-c", CONSTRAINTS, "-e", f".[{','.join(extras)}]")
 
 
-def link_for_type_checker() -> None:
-    """An editable install maps directories at import time only; pyright reads links."""
-    package = VENV / "typings" / "mxfp8_recipe"
-    package.mkdir(parents=True, exist_ok=True)
+def link_for_tools() -> None:
+    """An editable install maps directories at import time only: links let type checkers and editors follow."""
     for name in LINKED:
-        link = package / name
+        link = ROOT / "mxfp8_recipe" / name
         if not link.is_symlink():
-            link.symlink_to(os.path.relpath(ROOT / name, package), target_is_directory=True)
+            link.symlink_to(Path("..", name), target_is_directory=True)
 
 
 if __name__ == "__main__":

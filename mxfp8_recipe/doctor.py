@@ -214,8 +214,10 @@ def _backends() -> list[Finding]:
         from mxfp8_recipe import backends
     except ImportError as error:
         return [Finding(what="backends", status="missing", reason=f"mxfp8_recipe.backends does not import: {error}")]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     return [
-        Finding(what=row.op, status=row.status, reason=f"{row.backend}: {row.reason}") for row in backends.describe()
+        Finding(what=f"op {row.op}", status=row.status, reason=f"backend {row.backend}: {row.reason}")
+        for row in backends.describe(device)
     ]
 
 

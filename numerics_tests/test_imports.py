@@ -22,6 +22,7 @@ LAYERS = (
     ("functional", "mx_tensor"),
     ("autograd",),
     ("backends",),
+    ("recipe_files",),
     ("config", "efficiency"),
     ("recipes",),
     ("fused",),
