@@ -143,6 +143,15 @@ class QuantSpec:
     def tile_name(self) -> str:
         return f"{self.tile[0]}x{self.tile[1]}"
 
+    @property
+    def short(self) -> str:
+        """The tile and what differs from the defaults, such as `1x32` or `1x32 sr h32`."""
+        extras = [self.elem.value] if self.elem is not Elem.E4M3 else []
+        extras += [self.scale_rounding.value] if self.scale_rounding is not ScaleRounding.RCEIL else []
+        extras += ["sr"] if self.rounding is Rounding.STOCHASTIC else []
+        extras += [f"h{self.hadamard}"] if self.hadamard else []
+        return " ".join([self.tile_name, *extras])
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "elem": self.elem.value,
@@ -158,7 +167,8 @@ class QuantSpec:
         known = [f.name for f in fields(cls)]
         for name in values:
             if name not in known:
-                raise ValueError(f"unknown field {name!r}{near_misses(str(name), known)}; fields are {', '.join(known)}")
+                close = near_misses(str(name), known)
+                raise ValueError(f"unknown field {name!r}{close}; fields are {', '.join(known)}")
         return cls(**values)
 
     def encode(self) -> str:

@@ -1,0 +1,91 @@
+"""Carries a plan out on a model, and takes it back.
+
+The root remembers its plan in a plain attribute. `state_dict` keys stay the model's own; the plan's
+fingerprint travels in the state dict's `_metadata`, which `torch.save` keeps and a plain model ignores.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .autograd import LinearConfig
+from .modules import is_swapped, restore, swap_class
+from .plan import Plan
+
+_PLAN = "_mxfp8_plan"
+_METADATA = "mxfp8_recipe"
+
+
+def carry_out(model: nn.Module, plan: Plan) -> None:
+    """Swap every planned layer of `model` in place."""
+    configs: dict[Any, LinearConfig] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for layer in plan.converted:
+        assert layer.implementation is not None
+        if layer.precision not in configs:
+            configs[layer.precision] = LinearConfig.of(layer.precision)
+        swap_class(modules[layer.fqn], layer.implementation, configs[layer.precision])
+    model.__dict__[_PLAN] = plan
+    model.register_state_dict_post_hook(_record_fingerprint)
+    model.register_load_state_dict_pre_hook(_check_fingerprint)
+
+
+def take_back(model: nn.Module) -> int:
+    """Restore every swapped layer below `model`; the number restored.
+
+    Raises:
+        ValueError: when no recipe was applied to `model`.
+    """
+    swapped = [module for module in model.modules() if is_swapped(module)]
+    owners = [module for module in model.modules() if _PLAN in module.__dict__]
+    if not swapped and not owners:
+        raise ValueError(f"revert: {type(model).__name__} has no recipe applied; call apply_recipe first")
+    for module in swapped:
+        restore(module)
+    for owner in owners:
+        del owner.__dict__[_PLAN]
+        _drop_hook(owner._state_dict_hooks, _record_fingerprint)
+        _drop_hook(owner._load_state_dict_pre_hooks, _check_fingerprint)
+    return len(swapped)
+
+
+def applied_plan(model: nn.Module) -> Plan | None:
+    """The plan carried out on exactly this module, if any."""
+    return model.__dict__.get(_PLAN)
+
+
+def _drop_hook(hooks: dict[int, Any], function: Any) -> None:
+    for key in [k for k, hook in hooks.items() if getattr(hook, "hook", hook) is function]:
+        del hooks[key]
+
+
+def _record_fingerprint(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
+    plan = applied_plan(module)
+    if plan is not None:
+        local_metadata[_METADATA] = plan.fingerprint
+
+
+def _check_fingerprint(
+    module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *unused: Any
+) -> None:
+    plan, saved = applied_plan(module), local_metadata.get(_METADATA)
+    if plan is not None and saved is not None and saved["digest"] != plan.fingerprint["digest"]:
+        raise ValueError(
+            "load_state_dict: the checkpoint was trained with another recipe or other overrides: "
+            f"{_difference(saved, plan.fingerprint)}. Apply the checkpoint's, or, to change them on purpose: "
+            "revert(model), load, apply_recipe again"
+        )
+
+
+def _difference(saved: dict[str, Any], current: dict[str, Any]) -> str:
+    changes = []
+    if saved["recipe"] != current["recipe"]:
+        changes.append(f"recipe: checkpoint {saved['recipe']}, model {current['recipe']}")
+    for fqn in sorted(saved["layers"].keys() | current["layers"].keys()):
+        before, now = saved["layers"].get(fqn, "bf16"), current["layers"].get(fqn, "bf16")
+        if before != now:
+            changes.append(f"{fqn or '(root)'}: checkpoint [{before}], model [{now}]")
+    shown = changes[:8]
+    return "; ".join(shown) + (f"; and {len(changes) - 8} more" if len(changes) > 8 else "")

@@ -1,0 +1,1 @@
+"""Named recipes, one YAML file each."""
