@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+
+from mxfp8_recipe import cli, doctor
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = {"fused": "mxfp8_recipe.fused", "recipes": "mxfp8_recipe.recipes"}
 """Directories beside the package and the names they install under."""
+
+USER_MODULES = ("tiny", "broken")
 
 BUILD_INPUTS = ("pyproject.toml", "README.md", "LICENSE", "mxfp8_recipe", "fused", "recipes")
 
@@ -90,19 +98,69 @@ def test_wheel_adds_one_import_name(wheel_names: set[str]) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in wheel_names)
 
 
-def run_cli(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "mxfp8_recipe.cli", *arguments], capture_output=True, text=True, cwd=cwd, check=False
-    )
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left behind."""
+
+    code: int
+    stdout: str
+    stderr: str
 
 
-def test_doctor_reports_as_json() -> None:
+@pytest.fixture
+def run_cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """Runs the console script's entry point in this process, as from a directory."""
+
+    def run(*arguments: str, cwd: Path = ROOT) -> Outcome:
+        monkeypatch.chdir(cwd)
+        monkeypatch.setattr(sys, "argv", ["mxfp8", *arguments])
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        for name in USER_MODULES:
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return Outcome(stop.value.code or 0, *capfd.readouterr())
+
+    return run
+
+
+def test_doctor_reports_as_json(run_cli: Callable[..., Outcome]) -> None:
     outcome = run_cli("doctor", "--json")
-    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.code == 0, outcome.stderr
     findings = json.loads(outcome.stdout)
     assert {"torch", "triton", "FP8 dtypes", "transformer-engine"} <= {finding["what"] for finding in findings}
-    assert "backends" not in {f["what"] for f in findings if f["status"] == "missing"}
-    assert all(finding["reason"] for finding in findings)
+    assert any(finding["what"].startswith("op ") for finding in findings)
+    assert all(finding["status"] in doctor.STYLES and finding["reason"] for finding in findings)
+
+
+def test_doctor_prints_every_finding(run_cli: Callable[..., Outcome]) -> None:
+    outcome = run_cli("doctor")
+    assert outcome.code == 0, outcome.stderr
+    for finding in doctor.diagnose():
+        assert finding.what.split()[0] in outcome.stdout
+
+
+@pytest.mark.parametrize(
+    ("major", "minor", "status"), [(8, 0, "emulated"), (8, 9, "emulated"), (9, 0, "emulated"), (10, 0, "native")]
+)
+def test_doctor_knows_generations(major: int, minor: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (major, minor))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: "a GPU")
+    finding = doctor._gpu(0)
+    assert finding.status == status
+    assert f"{major}.{minor}" in finding.reason
+
+
+def test_a_crash_is_no_verdict(run_cli: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 1 means "fail" to whoever reads the A/B check's; an error of ours must not look like it."""
+
+    def crash() -> None:
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr(doctor, "diagnose", crash)
+    assert run_cli("doctor").code == cli.INTERNAL_ERROR
 
 
 @pytest.mark.parametrize(
@@ -120,11 +178,13 @@ def test_doctor_reports_as_json() -> None:
         (("plan", "tiny:build", "--overrides", "unmatched.yaml"), "no_such_layer"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_2(arguments: tuple[str, ...], message: str, user_files: Path) -> None:
+def test_mistakes_are_one_line_and_exit_2(
+    arguments: tuple[str, ...], message: str, user_files: Path, run_cli: Callable[..., Outcome]
+) -> None:
     outcome = run_cli(*arguments, cwd=user_files)
-    assert outcome.returncode == 2, outcome.stderr
+    assert outcome.code == 2, outcome.stderr
     assert message in outcome.stderr
-    assert "Traceback" not in outcome.stderr
+    assert len(outcome.stderr.splitlines()) == 1
 
 
 @pytest.fixture
@@ -145,12 +205,12 @@ def user_files(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("function", ["build", "with_inputs"])
-def test_plan_shows_every_linear(function: str, user_files: Path) -> None:
+def test_plan_shows_every_linear(function: str, user_files: Path, run_cli: Callable[..., Outcome]) -> None:
     outcome = run_cli("plan", f"tiny:{function}", cwd=user_files)
-    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.code == 0, outcome.stderr
     assert "MXFP8Linear" in outcome.stdout
     as_json = run_cli("plan", f"tiny:{function}", "--json", cwd=user_files)
-    assert as_json.returncode == 0, as_json.stderr
+    assert as_json.code == 0, as_json.stderr
     json.loads(as_json.stdout)
 
 
