@@ -21,6 +21,8 @@ SCALE_DTYPE = torch.float8_e8m0fnu
 NAN_BYTE = 255
 _INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SIGN_SEED = 0x5EED
+_SLAB_ROWS = 128  # a multiple of every tile's extent
+_SLAB_ELEMENTS = 1 << 18
 
 
 def quantize(
@@ -84,11 +86,13 @@ def quantize_spec(
         if seed is None:
             raise ValueError("stochastic rounding: got no seed, expected an int64 scalar tensor")
         bits = random_bits(x.numel(), seed, stream).view(x.shape)
-    if axis == -2:
-        bits = None if bits is None else bits.transpose(-1, -2)
-        qdata, scale = _quantize_rowwise(x.transpose(-1, -2), spec, bits)
-        return qdata.transpose(-1, -2), scale.transpose(-1, -2)
-    return _quantize_rowwise(x, spec, bits)
+    work = x
+    if spec.hadamard is not None:
+        work = random_hadamard(x, spec.hadamard) if axis == -1 else random_hadamard(x.mT, spec.hadamard).mT
+    qdata = torch.empty_like(work, dtype=spec.elem.dtype)
+    scales = [_quantize_slab(work, spec, axis, bits, rows, qdata) for rows in _slabs(work)]
+    scale = scales[0] if len(scales) == 1 else torch.cat(scales, dim=-2)
+    return qdata, scale.view(SCALE_DTYPE)
 
 
 def dequantize(qdata: Tensor, scale: Tensor, *, axis: int = -1, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -106,14 +110,39 @@ def dequantize(qdata: Tensor, scale: Tensor, *, axis: int = -1, dtype: torch.dty
     expected = (*qdata.shape[:-1], -(-length // BLOCK))
     if tuple(scale.shape) != expected:
         raise ValueError(f"dequantize: got scale shape {tuple(scale.shape)}, expected {expected}")
-    work = torch.float64 if dtype == torch.float64 else torch.float32
+    if qdata.dim() == 1:
+        return dequantize(qdata.unsqueeze(0), scale.unsqueeze(0), dtype=dtype).squeeze(0)
+    values = torch.empty_like(qdata, dtype=dtype)
+    for rows in _slabs(qdata):
+        _dequantize_slab(qdata[..., rows, :], scale[..., rows, :], values[..., rows, :])
+    return values
+
+
+def _dequantize_slab(qdata: Tensor, scale: Tensor, out: Tensor) -> None:
+    work = torch.float64 if out.dtype == torch.float64 else torch.float32
+    length = qdata.shape[-1]
     factor = scale_to_float(scale).to(work)
-    values = qdata.to(torch.float32).to(work)
+    values = _elements_to_float(qdata).to(work)
     if length % BLOCK:
         values = values * factor.repeat_interleave(BLOCK, dim=-1)[..., :length]
     else:
         values = (values.unflatten(-1, (-1, BLOCK)) * factor.unsqueeze(-1)).flatten(-2)
-    return values.to(dtype)
+    out.copy_(values)
+
+
+def _elements_to_float(qdata: Tensor) -> Tensor:
+    """A new fp32 tensor of the elements' values: `qdata.to(float32)`, to which torch brings no vector code for E4M3.
+
+    Sign, exponent and mantissa move to their places in fp16, whose exponent bias is 8 larger: the fp16 number is
+    2**-8 times the value. The one pattern that is NaN, all ones below the sign, is the one whose increment carries
+    into the top exponent bit.
+    """
+    if qdata.dtype is not torch.float8_e4m3fn:
+        return qdata.to(torch.float32)
+    wide = qdata.view(torch.int8).to(torch.int16)
+    nan = ((wide & 0x7F) + 1).bitwise_left_shift_(7).bitwise_and_(0x4000)
+    wide = wide.bitwise_left_shift_(7).bitwise_and_(-0x4001).bitwise_or_(nan)
+    return wide.view(torch.float16).to(torch.float32).mul_(256.0)
 
 
 def scale_to_float(scale: Tensor) -> Tensor:
@@ -192,30 +221,46 @@ def scale_bytes(amax: Tensor, elem: Elem, scale_rounding: ScaleRounding) -> Tens
     """E8M0 byte of each tile amax (fp32, >= 0 or NaN), as int32.
 
     The format's largest magnitude is 1.75 * 2**max_exponent, so `ceil(log2(amax / max))` is the exponent
-    of amax less max_exponent, plus one when its mantissa exceeds 1.75.
+    of amax less max_exponent, plus one when its mantissa exceeds 1.75. A NaN may carry either sign: vectorized
+    reductions return all ones.
     """
-    bits = amax.view(torch.int32)
+    bits = amax.view(torch.int32) & 0x7FFFFFFF
     byte = (bits >> 23) - elem.max_exponent
     if scale_rounding is ScaleRounding.RCEIL:
         byte = byte + ((bits & 0x7FFFFF) > 0x600000).to(torch.int32)
     return torch.where(bits >= 0x7F800000, NAN_BYTE, byte.clamp(min=0))
 
 
-def _quantize_rowwise(x: Tensor, spec: QuantSpec, bits: Tensor | None) -> tuple[Tensor, Tensor]:
+def _slabs(x: Tensor) -> list[slice]:
+    """Slices along dim -2 that no tile crosses; on a CPU of a size whose temporaries stay in cache."""
+    rows = x.shape[-2]
+    size = max(rows, 1)
+    if x.device.type == "cpu" and x.numel() > _SLAB_ELEMENTS:
+        size = max(_SLAB_ELEMENTS * rows // x.numel() // _SLAB_ROWS, 1) * _SLAB_ROWS
+    return [slice(start, start + size) for start in range(0, max(rows, 1), size)]
+
+
+def _quantize_slab(x: Tensor, spec: QuantSpec, axis: int, bits: Tensor | None, slab: slice, qdata: Tensor) -> Tensor:
+    """Quantize rows `slab` of `x` into those of `qdata`, in the layout of `x`; returns their scale bytes."""
+    x, qdata = x[..., slab, :].float(), qdata[..., slab, :]
     rows, cols = x.shape[-2:]
-    across, along = spec.tile
-    x = x.float() if spec.hadamard is None else random_hadamard(x, spec.hadamard)
-    row_tiles, col_tiles, blocks = -(-rows // across), -(-cols // along), -(-cols // BLOCK)
-    padding = (0, col_tiles * along - cols, 0, row_tiles * across - rows)
+    tile_rows, tile_cols = spec.tile if axis == -1 else spec.tile[::-1]
+    row_tiles, col_tiles = -(-rows // tile_rows), -(-cols // tile_cols)
+    padding = (0, col_tiles * tile_cols - cols, 0, row_tiles * tile_rows - rows)
     padded = F.pad(x, padding) if any(padding) else x
-    tiled = padded.unflatten(-1, (col_tiles, along)).unflatten(-3, (row_tiles, across))
+    tiled = padded.unflatten(-1, (col_tiles, tile_cols)).unflatten(-3, (row_tiles, tile_rows))
     amax = tiled.abs().amax(dim=(-3, -1), keepdim=True) if x.numel() else tiled.new_zeros(_amax_shape(tiled))
     byte = scale_bytes(amax, spec.elem, spec.scale_rounding)
     scaled = (tiled * _reciprocal(byte)).flatten(-2).flatten(-3, -2)[..., :rows, :cols]
-    qdata = _round_elements(scaled, spec, bits)
-    stored = byte.to(torch.uint8).expand(*byte.shape[:-3], across, col_tiles, along // BLOCK)
-    scale = stored.flatten(-2).flatten(-3, -2)[..., :rows, :blocks].contiguous()
-    return qdata, scale.view(SCALE_DTYPE)
+    qdata.copy_(_round_elements(scaled, spec, None if bits is None else bits[..., slab, :]))
+    stored_rows, stored_cols = (tile_rows, tile_cols // BLOCK) if axis == -1 else (tile_rows // BLOCK, tile_cols)
+    stored = byte.to(torch.uint8).expand(*byte.shape[:-4], row_tiles, stored_rows, col_tiles, stored_cols)
+    scale = stored.flatten(-2).flatten(-3, -2)[..., : _blocks(rows, axis == -2), : _blocks(cols, axis == -1)]
+    return scale.contiguous()
+
+
+def _blocks(length: int, along: bool) -> int:
+    return -(-length // BLOCK) if along else length
 
 
 def _amax_shape(tiled: Tensor) -> tuple[int, ...]:
@@ -229,11 +274,9 @@ def _reciprocal(byte: Tensor) -> Tensor:
 
 
 def _round_elements(scaled: Tensor, spec: QuantSpec, bits: Tensor | None) -> Tensor:
-    limit = spec.elem.max
-    clamped = scaled.clamp(-limit, limit)
-    if bits is not None:
-        clamped = _round_stochastic(clamped, spec.elem, bits)
-    return clamped.to(spec.elem.dtype)
+    """fp32 values that the element format holds, or that a nearest-even cast to it rounds; overwrites `scaled`."""
+    clamped = scaled.clamp_(-spec.elem.max, spec.elem.max)
+    return clamped if bits is None else _round_stochastic(clamped, spec.elem, bits)
 
 
 def _round_stochastic(value: Tensor, elem: Elem, bits: Tensor) -> Tensor:
