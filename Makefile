@@ -8,10 +8,9 @@ AB ?=
 # Options of pytest, e.g. `make test TESTS='numerics_tests/test_reference.py -k ragged'`.
 TESTS ?=
 
-# A torch that is already installed need only be one the project supports, unless one was asked for by name.
-FITS := $(if $(filter file,$(origin TORCH)),torch>=2.11,$(TORCH))
 RUN := .venv/bin/python
-SETUP := $(PYTHON) .ci/venv.py --torch '$(TORCH)' --fits '$(FITS)'
+# A torch that is already installed need only be one the project supports, unless one was asked for by name.
+SETUP := $(PYTHON) .ci/venv.py --torch '$(TORCH)' $(if $(filter file,$(origin TORCH)),,--exactly)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv ab test lint types check bench clean
@@ -32,7 +31,7 @@ ab:
 	@$(RUN) -m mxfp8_recipe.cli ab $(AB) || case $$? in 1|3) ;; *) exit $$?;; esac
 
 test: venv
-	@OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 $(TESTS)
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --maxprocesses=8 $(TESTS)
 
 lint: venv
 	@$(RUN) -m ruff check .

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import subprocess
 import sys
 import sysconfig
@@ -65,9 +66,19 @@ def parse_arguments() -> argparse.Namespace:
     """What the Makefile asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--torch", required=True, help="requirement to install when no fitting torch is there")
-    parser.add_argument("--fits", required=True, help="requirement that a torch already installed must meet")
+    parser.add_argument("--exactly", action="store_true", help="a torch already installed must meet --torch to fit")
     parser.add_argument("--extras", default="test", help="comma-separated extras of the project")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.fits = arguments.torch if arguments.exactly else supported_torch()
+    return arguments
+
+
+def supported_torch() -> str:
+    """The requirement in pyproject.toml, read without a TOML parser: Python 3.10 has none."""
+    found = re.search(r'"(torch[^"]*)"', (ROOT / "pyproject.toml").read_text())
+    if found is None:
+        sys.exit("[setup] pyproject.toml names no torch among its dependencies")
+    return found[1]
 
 
 def stamp_key(arguments: argparse.Namespace) -> str:

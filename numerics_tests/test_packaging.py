@@ -12,9 +12,11 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import typer
 
 from mxfp8_recipe import cli, doctor
 
@@ -163,6 +165,38 @@ def test_a_crash_is_no_verdict(run_cli: Callable[..., Outcome], monkeypatch: pyt
     assert run_cli("doctor").code == cli.INTERNAL_ERROR
 
 
+@pytest.mark.parametrize("code", [0, 1, 3])
+def test_ab_passes_options_and_verdicts_through(
+    code: int, run_cli: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ab_command(seeds: int = 1) -> None:
+        typer.echo(f"seeds={seeds}")
+        raise typer.Exit(code)
+
+    monkeypatch.setitem(sys.modules, "mxfp8_recipe.ab.command", SimpleNamespace(ab_command=ab_command))
+    outcome = run_cli("ab", "--seeds", "3")
+    assert outcome.code == code
+    assert outcome.stdout == "seeds=3\n"
+    assert run_cli("ab", "--no-such-option").code == 2
+    assert "--seeds" in run_cli("ab", "--help").stdout
+
+
+def test_ab_names_the_extra_it_lacks(run_cli: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "mxfp8_recipe.ab.command", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [WithoutMatplotlib(), *sys.meta_path])
+    outcome = run_cli("ab")
+    assert outcome.code == 2, outcome.stderr
+    assert "pip install 'mxfp8-recipe[ab]'" in outcome.stderr
+
+
+class WithoutMatplotlib:
+    """An import hook under which the A/B check fails as it does where its extra is not installed."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "mxfp8_recipe.ab.command":
+            raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -212,6 +246,14 @@ def test_plan_shows_every_linear(function: str, user_files: Path, run_cli: Calla
     as_json = run_cli("plan", f"tiny:{function}", "--json", cwd=user_files)
     assert as_json.code == 0, as_json.stderr
     json.loads(as_json.stdout)
+
+
+README_BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("block", README_BLOCKS, ids=range(len(README_BLOCKS)))
+def test_readme_code_runs(block: str) -> None:
+    exec(compile(block, "README.md", "exec"), {})
 
 
 ABSOLUTE = re.compile(r"(?<![\w./~:$}])/(?:work|root|home|tmp|Users|mnt|opt)/\w")
