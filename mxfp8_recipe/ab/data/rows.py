@@ -36,6 +36,7 @@ class Rows:
         return self.labels.shape[0]
 
     def slice(self, start: int, stop: int) -> Rows:
+        """Rows `start .. stop - 1`, without copying."""
         history, offsets = self.history, self.history_offsets
         if history is not None and offsets is not None:
             history = history[offsets[start] : offsets[stop]]
@@ -67,6 +68,8 @@ class Rows:
         )
 
     def to_batch(self) -> Batch:
+        """The same rows as tensors, copied."""
+
         def long(array: np.ndarray | None) -> torch.Tensor | None:
             return None if array is None else torch.from_numpy(np.array(array, dtype=np.int64))
 
@@ -92,6 +95,7 @@ def ranges(starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def concat(parts: list[Rows]) -> Rows:
+    """One `Rows` of several, which must have the same columns."""
     if len(parts) == 1:
         return parts[0]
 
@@ -164,11 +168,13 @@ def heldout_fraction(request: DataRequest) -> float:
     return fraction
 
 
-def check_request(request: DataRequest, name: str, *, options: tuple[str, ...] = (), weights: str = "") -> None:
+def check_request(
+    request: DataRequest, name: str, *, options: tuple[str, ...] = (), weights: str = "", source: bool = True
+) -> None:
     """Reject what a data set cannot honor, every bad field at once.
 
     `options` are the keys of `extra` it knows besides `heldout`. `weights` is empty where the data set can
-    take any `weight_column`; otherwise it says why it cannot.
+    take a `weight_column`; otherwise it says why it cannot. `source` says whether it takes a `:PATH`.
     """
     known = {"heldout", *options}
     problems = [
@@ -180,7 +186,23 @@ def check_request(request: DataRequest, name: str, *, options: tuple[str, ...] =
         problems.append(f"rows: got {request.rows}, expected at least 2 (one to train on, one to hold out)")
     if not 0.0 < request.negative_sampling_rate <= 1.0:
         problems.append(f"negative_sampling_rate: got {request.negative_sampling_rate}, expected a rate in (0, 1]")
+    if request.source and not source:
+        problems.append(f"source: got {request.source!r} after the colon, expected none: say --data {name}")
     if weights and request.weight_column is not None:
         problems.append(f"weight_column: got {request.weight_column!r}, but {weights}; leave it out")
     if problems:
         raise DataError(f"{name}: " + "; ".join(problems))
+
+
+def codes(values: list[str]) -> tuple[np.ndarray, int]:
+    """(N,) ids of strings, 0 for an empty one, and their cardinality."""
+    at = {v: i for i, v in enumerate(sorted(set(values) - {""}), start=1)}
+    return np.asarray([at.get(v, 0) for v in values]), len(at) + 1
+
+
+def time_cut(time: np.ndarray, heldout: float, name: str) -> int:
+    """The first held-out position of sorted `time`: near the wanted share, where the timestamp changes."""
+    changes = 1 + np.flatnonzero(np.diff(time))
+    if not changes.size:
+        raise DataError(f"{name}: all {len(time)} rows have one timestamp, expected two or more; use more rows")
+    return int(changes[np.argmin(np.abs(changes - len(time) * (1 - heldout)))])

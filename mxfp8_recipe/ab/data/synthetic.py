@@ -32,7 +32,7 @@ CARDINALITIES = (4_001, 201, 501, 65, 9, 17)
 ZIPF = (1.05, 0.0, 0.9, 0.8, 0.5, 1.0)
 ITEM, ADVERTISER, CLUSTER, SURFACE = 0, 1, 2, 4
 NUM_NORMAL, NUM_COUNTS = 10, 3
-BASE_RATE = {"ctr": 0.04, "cvr": 0.20}
+BASE_RATE = {"ctr": 0.05, "cvr": 0.20}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,7 @@ class Impressions:
 
 
 def make_world(seed: int, max_history: int) -> World:
+    """All parameters, from the seed; intercepts put the base rates at `BASE_RATE`."""
     rng = np.random.default_rng([seed, 0])
     popularity = tuple(_zipf_cdf(n - 1, s) for n, s in zip(CARDINALITIES, ZIPF, strict=True))
     items, clusters, topics = CARDINALITIES[ITEM], CARDINALITIES[CLUSTER], 32
@@ -114,7 +115,7 @@ def _draw_truth(rng: np.random.Generator, strength: float) -> TaskTruth:
     for bias in biases:
         bias[0] = 0.0
     return TaskTruth(
-        dense=strength * 0.3 * rng.normal(size=NUM_NORMAL + NUM_COUNTS),
+        dense=strength * 0.4 * rng.normal(size=NUM_NORMAL + NUM_COUNTS),
         biases=tuple(biases),
         cluster=strength * 0.4 * rng.normal(size=(CARDINALITIES[CLUSTER], LATENT)),
         affinity=2.0 * strength,
@@ -131,10 +132,12 @@ def _solve_base(logits: np.ndarray, rate: float) -> float:
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
+    """1 / (1 + exp(-x))."""
     return 1.0 / (1.0 + np.exp(-x))
 
 
 def draw_impressions(world: World, rng: np.random.Generator, n: int, max_history: int) -> Impressions:
+    """Features of `n` impressions; histories have 0 to `max_history` events, each length as likely."""
     sparse = np.stack([1 + np.searchsorted(cdf, rng.random(n), side="right") for cdf in world.popularity], axis=1)
     sparse = np.minimum(sparse, np.asarray(CARDINALITIES) - 1)
     sparse[:, ADVERTISER] = world.item_advertiser[sparse[:, ITEM]]
@@ -181,7 +184,7 @@ def _affinity(world: World, item: np.ndarray, seen: Impressions) -> np.ndarray:
     return np.where(seen.lengths > 0, np.log(np.maximum(total, 1e-30) / np.maximum(seen.lengths, 1)) / TAU, 0.0)
 
 
-class EntropySums:
+class BayesEntropy:
     """NE of a prediction over rows that arrive in pieces: sum(w CE(y, p)) over the entropy of the base rate."""
 
     def __init__(self) -> None:
@@ -275,7 +278,7 @@ class SyntheticDataset:
         return rows, truth
 
     def _measure_heldout(self) -> tuple[dict[str, float], int]:
-        sums, kept = {task: EntropySums() for task in self.spec.tasks}, 0
+        sums, kept = {task: BayesEntropy() for task in self.spec.tasks}, 0
         for rows, truth in self.chunks("heldout"):
             kept += len(rows)
             for t, task in enumerate(self.spec.tasks):
@@ -287,9 +290,10 @@ class SyntheticDataset:
 
 
 def load(request: DataRequest) -> SyntheticDataset:
-    check_request(request, "synthetic", options=("max_history",), weights="simulated rows have no column of weights")
-    if request.source:
-        raise DataError(f"synthetic: got a source {request.source!r}, expected none: say --data synthetic")
+    """The data set `synthetic`; `extra["max_history"]` sets the longest history."""
+    check_request(
+        request, "synthetic", options=("max_history",), weights="simulated rows have no weights", source=False
+    )
     text = request.extra.get("max_history", "16")
     if not text.isdigit():
         raise DataError(f"data option max_history: got {text!r}, expected a number of events >= 0")

@@ -54,4 +54,5 @@ class DCNv2(nn.Module):
 
 
 def build(spec: FeatureSpec) -> nn.Module:
+    """The model `dcnv2` for data of `spec`."""
     return DCNv2(spec)

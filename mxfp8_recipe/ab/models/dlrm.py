@@ -16,6 +16,8 @@ from mxfp8_recipe.ab.types import Batch, FeatureSpec
 class DLRM(nn.Module):
     """`forward(batch)` gives logits (B, num_tasks)."""
 
+    pairs: Tensor
+
     def __init__(self, spec: FeatureSpec, *, dim: int = 64, top: tuple[int, ...] = (256, 128)) -> None:
         super().__init__()
         self.history_field = spec.history_field
@@ -24,7 +26,7 @@ class DLRM(nn.Module):
         self.history_mean = None if spec.history_field is None else HistoryMean()
         vectors = len(spec.cardinalities) + (self.bottom is not None) + (self.history_mean is not None)
         self.register_buffer("pairs", torch.tril_indices(vectors, vectors, offset=-1), persistent=False)
-        self.top_width = round_up_32(self.pairs.shape[1] + (dim if self.bottom is not None else 0) or 1)
+        self.top_width = round_up_32(max(1, self.pairs.shape[1] + (dim if self.bottom is not None else 0)))
         self.top = mlp(self.top_width, *top, len(spec.tasks), activate_last=False)
 
     def forward(self, batch: Batch) -> Tensor:
@@ -41,4 +43,5 @@ class DLRM(nn.Module):
 
 
 def build(spec: FeatureSpec) -> nn.Module:
+    """The model `dlrm` for data of `spec`."""
     return DLRM(spec)

@@ -152,4 +152,5 @@ class GemSmall(nn.Module):
 
 
 def build(spec: FeatureSpec) -> nn.Module:
+    """The model `gem-small` for data of `spec`."""
     return GemSmall(spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -35,12 +36,13 @@ class FieldEmbeddings(nn.Module):
 def mlp(*widths: int, activate_last: bool = True) -> nn.Sequential:
     """Linear and SiLU in turn; `activate_last=False` ends with a Linear."""
     layers: list[nn.Module] = []
-    for fan_in, fan_out in zip(widths[:-1], widths[1:], strict=True):
+    for fan_in, fan_out in pairwise(widths):
         layers += [nn.Linear(fan_in, fan_out), nn.SiLU()]
     return nn.Sequential(*(layers if activate_last else layers[:-1]))
 
 
 def round_up_32(n: int) -> int:
+    """The next multiple of 32."""
     return -(-n // 32) * 32
 
 
