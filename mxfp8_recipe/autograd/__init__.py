@@ -1,5 +1,14 @@
 """One autograd Function per op, its GEMMs written out as equations."""
 
+from .activation import ActivationFunction, ActivationLinearFunction
 from .linear import LinearConfig, MXFP8LinearFunction
+from .norm import NormConfig, NormFunction
 
-__all__ = ["LinearConfig", "MXFP8LinearFunction"]
+__all__ = [
+    "ActivationFunction",
+    "ActivationLinearFunction",
+    "LinearConfig",
+    "MXFP8LinearFunction",
+    "NormConfig",
+    "NormFunction",
+]

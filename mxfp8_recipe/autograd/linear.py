@@ -24,8 +24,13 @@ from .. import backends
 from ..config import GemmPrecision, LinearPrecision
 from ..fused.spec import BLOCK, QuantSpec
 
-_INPUT_STREAM, _WEIGHT_STREAM, _GRAD_STREAM = 0, 1, 2
+INPUT_STREAM, WEIGHT_STREAM, GRAD_STREAM = 0, 1, 2
 """Streams of random bits: the tensors of one call draw independently under one seed."""
+
+Quantized = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""`(qdata, scale, qdata_t, scale_t)`; None or empty where not emitted."""
+
+NOT_QUANTIZED: Quantized = (None, None, None, None)
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,11 @@ class LinearConfig:
             backend=backend,
         )
 
+    @property
+    def input_specs(self) -> tuple[str, str]:
+        """Row-wise and column-wise spec of the input, as a producer would emit them for this layer."""
+        return self.fprop[0], "" if self.share_input else self.wgrad[1]
+
 
 def _encode(gemm: GemmPrecision | str) -> tuple[str, str]:
     if not isinstance(gemm, GemmPrecision):
@@ -82,10 +92,12 @@ def elem_of(spec: str) -> str:
 
 
 class MXFP8LinearFunction(torch.autograd.Function):
-    """`apply(input, weight, bias, seed, config)`.
+    """`apply(input, qdata, scale, qdata_t, scale_t, weight, bias, seed, config)`.
 
     Args:
-        input: (..., K); weight: (N, K); bias: (N,) or None; all in the compute dtype.
+        input: (..., K), or the carrier of one already quantized.
+        qdata, scale, qdata_t, scale_t: that quantization per `config.input_specs`, or None for all.
+        weight: (N, K); bias: (N,) or None, in the compute dtype, which an unquantized input shares.
         seed: int64 scalar tensor, or None without stochastic rounding.
 
     Returns:
@@ -94,86 +106,115 @@ class MXFP8LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None, config: LinearConfig
+        ctx: Any,
+        input: Tensor,
+        qdata: Tensor | None,
+        scale: Tensor | None,
+        qdata_t: Tensor | None,
+        scale_t: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        seed: Tensor | None,
+        config: LinearConfig,
     ) -> Tensor:
-        needs_input, needs_weight = ctx.needs_input_grad[:2]
+        needs_input, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
         x = input.reshape(-1, input.shape[-1])
-        x_t_spec = config.wgrad[1] if needs_weight and not config.share_input else ""
-        w_t_spec = config.dgrad[1] if needs_input and not config.share_weight else ""
-        x_q = quantize(x, config.fprop[0], x_t_spec, seed, _INPUT_STREAM, config.backend)
-        w_q = quantize(weight, config.fprop[1], w_t_spec, seed, _WEIGHT_STREAM, config.backend)
-        saved_x = _kept(x, x_q, config.wgrad[1], config.share_input) if needs_weight else (None, None)
-        saved_w = _kept(weight, w_q, config.dgrad[1], config.share_weight) if needs_input else (None, None)
+        x_q: Quantized = (qdata, scale, qdata_t, scale_t)
+        if qdata is None:
+            rowwise, colwise = config.input_specs
+            x_q = quantize(x, rowwise, colwise if needs_weight else "", seed, INPUT_STREAM, config.backend)
+        w_q = quantize_weight(weight, needs_input, seed, config)
+        saved_x = kept(x, x_q, config.wgrad[1], config.share_input) if needs_weight else (None, None)
+        saved_w = kept(weight, w_q, config.dgrad[1], config.share_weight) if needs_input else (None, None)
         ctx.save_for_backward(*saved_x, *saved_w, seed)
-        ctx.config, ctx.input_shape = config, input.shape
+        ctx.config, ctx.input_shape, ctx.input_dtype = config, input.shape, input.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        output = _fprop(x, x_q, weight, w_q, bias, config)
-        return output.view(*input.shape[:-1], weight.shape[0])
+        return fprop(x, x_q, weight, w_q, bias, config).view(*input.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, x_scale, w, w_scale, seed = ctx.saved_tensors
         config: LinearConfig = ctx.config
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        needs_input, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 5, 6))
         grad = grad_output.reshape(-1, grad_output.shape[-1])
-        g_spec = config.dgrad[0] if needs_input or (needs_weight and config.share_grad) else ""
-        g_t_spec = config.wgrad[0] if needs_weight and not config.share_grad else ""
-        grad_q = quantize(grad, g_spec, g_t_spec, seed, _GRAD_STREAM, config.backend)
-        grad_input = grad_weight = grad_bias = None
+        grad_q = quantize_grad(grad, needs_input, needs_weight, seed, config)
+        grad_input = grad_weight = None
         if needs_input:
-            grad_input = _dgrad(grad, grad_q, w, w_scale, config).view(ctx.input_shape)
+            grad_input = dgrad(grad, grad_q, w, w_scale, config).view(ctx.input_shape).to(ctx.input_dtype)
         if needs_weight:
-            grad_weight = _wgrad(grad, grad_q, x, x_scale, config)
-        if needs_bias:
-            grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_input, grad_weight, grad_bias, None, None
+            x, x_scale = transposed(x, x_scale) if config.share_input else (x, x_scale)
+            grad_weight = wgrad(grad, grad_q, x, x_scale, config)
+        grad_bias = bias_grad(grad, ctx.bias_dtype) if needs_bias else None
+        return grad_input, None, None, None, None, grad_weight, grad_bias, None, None
 
 
-def quantize(
-    x: Tensor, rowwise: str, colwise: str, seed: Tensor | None, stream: int, backend: str
-) -> tuple[Tensor | None, ...]:
+def quantize(x: Tensor, rowwise: str, colwise: str, seed: Tensor | None, stream: int, backend: str) -> Quantized:
     """`(qdata, scale, qdata_t, scale_t)` of a (rows, cols) operand; without a spec nothing runs."""
     if not rowwise and not colwise:
-        return None, None, None, None
+        return NOT_QUANTIZED
     return backends.quantize(x, rowwise, colwise, seed, stream, backend)
 
 
-def _kept(high: Tensor, quantized: Any, spec: str, shared: bool) -> tuple[Tensor, Tensor | None]:
+def quantize_weight(weight: Tensor, needs_input: bool, seed: Tensor | None, config: LinearConfig) -> Quantized:
+    """The weight for fprop and, when dgrad will run, for dgrad: both orientations from one read."""
+    colwise = config.dgrad[1] if needs_input and not config.share_weight else ""
+    return quantize(weight, config.fprop[1], colwise, seed, WEIGHT_STREAM, config.backend)
+
+
+def quantize_grad(
+    grad: Tensor, needs_input: bool, needs_weight: bool, seed: Tensor | None, config: LinearConfig
+) -> Quantized:
+    """grad_output for the GEMMs of backward that will run."""
+    rowwise = config.dgrad[0] if needs_input or (needs_weight and config.share_grad) else ""
+    colwise = config.wgrad[0] if needs_weight and not config.share_grad else ""
+    return quantize(grad, rowwise, colwise, seed, GRAD_STREAM, config.backend)
+
+
+def kept(high: Tensor, quantized: Quantized, spec: str, shared: bool) -> tuple[Tensor | None, Tensor | None]:
     """What backward needs of an operand: qdata and scale of the GEMM that contracts its rows, or the original."""
     if not spec:
         return high, None
     return quantized[:2] if shared else quantized[2:]
 
 
-def _fprop(x: Tensor, x_q: Any, w: Tensor, w_q: Any, bias: Tensor | None, config: LinearConfig) -> Tensor:
+def fprop(
+    x: Tensor, x_q: Quantized, weight: Tensor, w_q: Quantized, bias: Tensor | None, config: LinearConfig
+) -> Tensor:
+    """(M, N) output."""
     if not config.fprop[0]:
-        return backends.matmul(x, w, bias, x.dtype, config.backend)
+        return backends.matmul(x, weight, bias, weight.dtype, config.backend)
     x_elem, w_elem = map(elem_of, config.fprop)
-    return backends.gemm(x_q[0], x_q[1], x_elem, w_q[0], w_q[1], w_elem, bias, x.dtype, config.backend)
+    return backends.gemm(x_q[0], x_q[1], x_elem, w_q[0], w_q[1], w_elem, bias, weight.dtype, config.backend)
 
 
-def _dgrad(grad: Tensor, grad_q: Any, w: Tensor, w_scale: Tensor | None, config: LinearConfig) -> Tensor:
+def dgrad(grad: Tensor, grad_q: Quantized, w: Tensor, w_scale: Tensor | None, config: LinearConfig) -> Tensor:
+    """(M, K) gradient of the input, from what `kept` saved of the weight."""
     if w_scale is None:
         return backends.matmul(grad, w.t(), None, grad.dtype, config.backend)
     if config.share_weight:
-        w, w_scale = transposed(w, w_scale, config.dgrad[1])
+        w, w_scale = transposed(w, w_scale)
     g_elem, w_elem = map(elem_of, config.dgrad)
     return backends.gemm(grad_q[0], grad_q[1], g_elem, w, w_scale, w_elem, None, grad.dtype, config.backend)
 
 
-def _wgrad(grad: Tensor, grad_q: Any, x: Tensor, x_scale: Tensor | None, config: LinearConfig) -> Tensor:
+def wgrad(grad: Tensor, grad_q: Quantized, x: Tensor, x_scale: Tensor | None, config: LinearConfig) -> Tensor:
+    """(N, K) gradient of the weight, from the input quantized along the tokens, (K, M), or the input itself."""
     if x_scale is None:
         return backends.matmul(grad.t(), x.t(), None, grad.dtype, config.backend)
-    if config.share_input:
-        x, x_scale = transposed(x, x_scale, config.wgrad[1])
     g_t, g_t_scale = grad_q[2:]
     if config.share_grad:
-        g_t, g_t_scale = transposed(grad_q[0], grad_q[1], config.wgrad[0])
+        assert grad_q[0] is not None and grad_q[1] is not None
+        g_t, g_t_scale = transposed(grad_q[0], grad_q[1])
     g_elem, x_elem = map(elem_of, config.wgrad)
     return backends.gemm(g_t, g_t_scale, g_elem, x, x_scale, x_elem, None, grad.dtype, config.backend)
 
 
-def transposed(qdata: Tensor, scale: Tensor, spec: str) -> tuple[Tensor, Tensor]:
+def bias_grad(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """(N,) gradient of the bias, summed over tokens in fp32."""
+    return grad.sum(0, dtype=torch.float32).to(dtype)
+
+
+def transposed(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """A square-tile quantization along the last dim, re-read along the first: the same values, contraction last.
 
     Each tile's byte stands at every (row, block) it covers, so the transposed scales are every BLOCK-th row's.

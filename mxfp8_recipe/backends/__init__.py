@@ -1,0 +1,25 @@
+"""Which callable runs each op on each backend, and the torch custom ops in front of them."""
+
+from .gemm import elem_dtype, gemm, matmul, quantize
+from .library import decode, define
+from .producers import activation_backward, activation_quantize, norm_backward, norm_quantize
+from .table import BACKENDS, BackendStatus, describe, ops, resolve, select
+
+__all__ = [
+    "BACKENDS",
+    "BackendStatus",
+    "activation_backward",
+    "activation_quantize",
+    "decode",
+    "define",
+    "describe",
+    "elem_dtype",
+    "gemm",
+    "matmul",
+    "norm_backward",
+    "norm_quantize",
+    "ops",
+    "quantize",
+    "resolve",
+    "select",
+]

@@ -1,0 +1,99 @@
+"""Ops of the GEMM: quantizing an operand, multiplying quantized operands, and the high-precision product."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .library import decode, define, fake_quantized
+from .table import resolve
+
+
+@lru_cache(maxsize=8)
+def elem_dtype(elem: str) -> torch.dtype:
+    """torch's dtype of an element format by name."""
+    return torch.float8_e4m3fn if elem == "e4m3" else torch.float8_e5m2
+
+
+def _quantize(
+    x: Tensor, rowwise: str, colwise: str, seed: Tensor | None, stream: int, backend: str
+) -> tuple[Tensor, ...]:
+    return resolve("quantize", backend, x.device)(x, decode(rowwise), decode(colwise), seed=seed, stream=stream)
+
+
+def _quantize_fake(
+    x: Tensor, rowwise: str, colwise: str, seed: Tensor | None, stream: int, backend: str
+) -> tuple[Tensor, ...]:
+    return fake_quantized(x, rowwise, colwise)
+
+
+quantize = define(
+    "quantize(Tensor x, str rowwise, str colwise, Tensor? seed, int stream, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _quantize,
+    _quantize_fake,
+)
+
+
+def _gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    a_elem: str,
+    b: Tensor,
+    b_scale: Tensor,
+    b_elem: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    run = resolve("gemm", backend, a.device)
+    return run(a.view(elem_dtype(a_elem)), a_scale, b.view(elem_dtype(b_elem)), b_scale, bias, out_dtype=out_dtype)
+
+
+def _gemm_fake(
+    a: Tensor,
+    a_scale: Tensor,
+    a_elem: str,
+    b: Tensor,
+    b_scale: Tensor,
+    b_elem: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+gemm = define(
+    "gemm(Tensor a, Tensor a_scale, str a_elem, Tensor b, Tensor b_scale, str b_elem, Tensor? bias,"
+    " ScalarType out_dtype, str backend) -> Tensor",
+    _gemm,
+    _gemm_fake,
+)
+
+
+def _matmul(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, backend: str) -> Tensor:
+    return resolve("matmul", backend, a.device)(a, b, bias, out_dtype=out_dtype)
+
+
+def _matmul_fake(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, backend: str) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+matmul = define(
+    "matmul(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype, str backend) -> Tensor", _matmul, _matmul_fake
+)
+
+
+@register_flop_formula(torch.ops.mxfp8_recipe.gemm)
+def _gemm_flops(a: Any, a_scale: Any, a_elem: str, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return 2 * a[0] * a[1] * b[0]
+
+
+@register_flop_formula(torch.ops.mxfp8_recipe.matmul)
+def _matmul_flops(a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return 2 * a[0] * a[1] * b[0]

@@ -1,0 +1,46 @@
+"""The namespace of our torch custom ops.
+
+A custom op is one opaque node to `torch.compile`, so eager and compiled code run the same bits. `qdata` and
+`scale` cross it as uint8 storage: mixed-precision wrappers cast float tensors, and FP8 ones with them. An
+output nobody asked for is an empty (0,) tensor. Specs cross encoded, `""` for none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..fused.spec import BLOCK, QuantSpec
+
+NAMESPACE = "mxfp8_recipe"
+_library = torch.library.Library(NAMESPACE, "DEF")
+
+
+def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define an op from its schema, its implementation on every device, and its shapes; the callable op."""
+    name = schema[: schema.index("(")]
+    _library.define(schema)
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def decode(text: str) -> QuantSpec | None:
+    """The spec an op got as text."""
+    return QuantSpec.decode(text) if text else None
+
+
+def fake_quantized(x: Tensor, rowwise: str, colwise: str, rows: Any = None, cols: Any = None) -> tuple[Tensor, ...]:
+    """Shapes of `(qdata, scale, qdata_t, scale_t)` of a (rows, cols) matrix, by default that of `x`."""
+    rows, cols = x.shape[0] if rows is None else rows, x.shape[1] if cols is None else cols
+
+    def orientation(wanted: str, outer: Any, along: Any) -> tuple[Tensor, Tensor]:
+        if not wanted:
+            return x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.uint8)
+        blocks = (along + BLOCK - 1) // BLOCK
+        return x.new_empty(outer, along, dtype=torch.uint8), x.new_empty(outer, blocks, dtype=torch.uint8)
+
+    return (*orientation(rowwise, rows, cols), *orientation(colwise, cols, rows))

@@ -1,0 +1,198 @@
+"""Ops of what stands before a GEMM and quantizes for it: norms and activations, forward and backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .library import decode, define, fake_quantized
+from .table import resolve
+
+
+def _none(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(0, dtype=dtype)
+
+
+def _norm_quantize(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    kind: str,
+    out_dtype: torch.dtype,
+    rowwise: str,
+    colwise: str,
+    emit_high: bool,
+    seed: Tensor | None,
+    stream: int,
+    backend: str,
+) -> tuple[Tensor, ...]:
+    run = resolve("norm_quantize", backend, x.device)
+    specs = decode(rowwise), decode(colwise)
+    y, _, *rest = run(x, None, weight, bias, eps, kind, out_dtype, *specs, emit_high, seed=seed, stream=stream)
+    return y.contiguous(), *rest
+
+
+def _norm_quantize_fake(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    kind: str,
+    out_dtype: torch.dtype,
+    rowwise: str,
+    colwise: str,
+    emit_high: bool,
+    seed: Tensor | None,
+    stream: int,
+    backend: str,
+) -> tuple[Tensor, ...]:
+    y = x.new_empty(x.shape, dtype=out_dtype) if emit_high else _none(x, out_dtype)
+    mean = x.new_empty(x.shape[0] if kind == "layer" else 0, dtype=torch.float32)
+    return y, *fake_quantized(x, rowwise, colwise), mean, x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+norm_quantize = define(
+    "norm_quantize(Tensor x, Tensor? weight, Tensor? bias, float eps, str kind, ScalarType out_dtype, str rowwise,"
+    " str colwise, bool emit_high, Tensor? seed, int stream, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _norm_quantize,
+    _norm_quantize_fake,
+)
+
+
+def _norm_backward(
+    grad_y: Tensor,
+    h: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    kind: str,
+    has_bias: bool,
+    backend: str,
+) -> tuple[Tensor, ...]:
+    run = resolve("norm_backward", backend, h.device)
+    dx, dweight, dbias = run(grad_y, h, weight, mean, rstd, kind, None, has_bias, None, None)[:3]
+    return dx.contiguous(), dweight, dbias
+
+
+def _norm_backward_fake(
+    grad_y: Tensor,
+    h: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    kind: str,
+    has_bias: bool,
+    backend: str,
+) -> tuple[Tensor, ...]:
+    features = h.shape[1]
+    dweight = h.new_empty(0 if weight is None else features, dtype=torch.float32)
+    return h.new_empty(h.shape), dweight, h.new_empty(features if has_bias else 0, dtype=torch.float32)
+
+
+norm_backward = define(
+    "norm_backward(Tensor grad_y, Tensor h, Tensor? weight, Tensor mean, Tensor rstd, str kind, bool has_bias,"
+    " str backend) -> (Tensor, Tensor, Tensor)",
+    _norm_backward,
+    _norm_backward_fake,
+)
+
+
+def _activation_quantize(
+    x: Tensor,
+    gate: Tensor | None,
+    kind: str,
+    out_dtype: torch.dtype,
+    rowwise: str,
+    colwise: str,
+    emit_high: bool,
+    seed: Tensor | None,
+    stream: int,
+    backend: str,
+) -> tuple[Tensor, ...]:
+    run = resolve("activation_quantize", backend, x.device)
+    specs = decode(rowwise), decode(colwise)
+    y, *quantized = run(x, gate, kind, out_dtype, *specs, emit_high, seed=seed, stream=stream)
+    return y.contiguous(), *quantized
+
+
+def _activation_quantize_fake(
+    x: Tensor,
+    gate: Tensor | None,
+    kind: str,
+    out_dtype: torch.dtype,
+    rowwise: str,
+    colwise: str,
+    emit_high: bool,
+    seed: Tensor | None,
+    stream: int,
+    backend: str,
+) -> tuple[Tensor, ...]:
+    y = x.new_empty(x.shape, dtype=out_dtype) if emit_high else _none(x, out_dtype)
+    return y, *fake_quantized(x, rowwise, colwise)
+
+
+activation_quantize = define(
+    "activation_quantize(Tensor x, Tensor? gate, str kind, ScalarType out_dtype, str rowwise, str colwise,"
+    " bool emit_high, Tensor? seed, int stream, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _activation_quantize,
+    _activation_quantize_fake,
+)
+
+
+def _activation_backward(
+    grad_y: Tensor,
+    x: Tensor,
+    gate: Tensor | None,
+    kind: str,
+    out_dtype: torch.dtype,
+    rowwise: str,
+    colwise: str,
+    act_colwise: str,
+    emit_high: bool,
+    seed: Tensor | None,
+    stream: int,
+    act_stream: int,
+    backend: str,
+) -> tuple[Tensor, ...]:
+    run = resolve("activation_backward", backend, x.device)
+    out = run(
+        grad_y, x, gate, kind, decode(rowwise), decode(colwise), False, None, emit_high=emit_high, seed=seed,
+        stream=stream,
+    )  # fmt: skip
+    act = out[12:]
+    if act_colwise:
+        forward = resolve("activation_quantize", backend, x.device)
+        act = forward(x, gate, kind, out_dtype, None, decode(act_colwise), False, seed=seed, stream=act_stream)[3:]
+    return out[0].contiguous(), out[1].contiguous(), *out[4:12], *act
+
+
+def _activation_backward_fake(
+    grad_y: Tensor,
+    x: Tensor,
+    gate: Tensor | None,
+    kind: str,
+    out_dtype: torch.dtype,
+    rowwise: str,
+    colwise: str,
+    act_colwise: str,
+    emit_high: bool,
+    seed: Tensor | None,
+    stream: int,
+    act_stream: int,
+    backend: str,
+) -> tuple[Tensor, ...]:
+    dx = x.new_empty(x.shape) if emit_high else _none(x, x.dtype)
+    dgate = x.new_empty(x.shape) if emit_high and gate is not None else _none(x, x.dtype)
+    of_gate = fake_quantized(x, rowwise, colwise) if gate is not None else fake_quantized(x, "", "")
+    return dx, dgate, *fake_quantized(x, rowwise, colwise), *of_gate, *fake_quantized(x, "", act_colwise)[2:]
+
+
+activation_backward = define(
+    "activation_backward(Tensor grad_y, Tensor x, Tensor? gate, str kind, ScalarType out_dtype, str rowwise,"
+    " str colwise, str act_colwise, bool emit_high, Tensor? seed, int stream, int act_stream, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _activation_backward,
+    _activation_backward_fake,
+)

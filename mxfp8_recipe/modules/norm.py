@@ -1,0 +1,80 @@
+"""Norms that can hand their output on in MXFP8."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..autograd import NormConfig
+from ..functional import mxfp8_norm
+from ..mx_tensor import Edge
+
+
+@dataclass(frozen=True)
+class NormModuleConfig:
+    """Where a norm module keeps what, and what it computes.
+
+    Attributes:
+        norm: the norm itself, with what its fused edge emits.
+        weight, bias: names of the parameters, None for none.
+        weight_offset: added to the weight (1 for norms that store it zero-centered).
+        promotes: the result has the promoted dtype of input and weight, as written-out norms give;
+            else the input's, fp32 under CUDA autocast, as torch's norms give.
+    """
+
+    norm: NormConfig
+    weight: str | None = "weight"
+    bias: str | None = None
+    weight_offset: float = 0.0
+    promotes: bool = False
+
+    @property
+    def description(self) -> str:
+        return f"emits {self.norm.rowwise or 'nothing quantized'}"
+
+
+class MXFP8Norm(nn.Module):
+    """Any layer or RMS norm over the last dim, under whatever names its parameters have."""
+
+    original_class: ClassVar[type[nn.Module]] = nn.Module
+    mxfp8_config: NormModuleConfig
+
+    def forward(self, input: Tensor) -> Any:
+        config = self.mxfp8_config
+        weight = getattr(self, config.weight) if config.weight else None
+        if weight is not None and config.weight_offset:
+            weight = weight + config.weight_offset
+        bias = getattr(self, config.bias) if config.bias else None
+        edge: Edge | None = self.__dict__.get("mxfp8_edge")
+        return mxfp8_norm(input, weight, bias, config=config.norm, dtype=_dtype(input, weight, config), edge=edge)
+
+    def extra_repr(self) -> str:
+        own = self.original_class.extra_repr(self)
+        return ", ".join(filter(None, (own, self.mxfp8_config.description)))
+
+
+class MXFP8LayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm` over one trailing dim."""
+
+    original_class: ClassVar[type[nn.Module]] = nn.LayerNorm
+    forward = MXFP8Norm.forward
+    extra_repr = MXFP8Norm.extra_repr
+
+
+class MXFP8RMSNorm(nn.RMSNorm):
+    """`nn.RMSNorm` over one trailing dim."""
+
+    original_class: ClassVar[type[nn.Module]] = nn.RMSNorm
+    forward = MXFP8Norm.forward
+    extra_repr = MXFP8Norm.extra_repr
+
+
+def _dtype(input: Tensor, weight: Tensor | None, config: NormModuleConfig) -> torch.dtype:
+    if config.promotes:
+        return input.dtype if weight is None else torch.promote_types(input.dtype, weight.dtype)
+    if input.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
+        return torch.float32
+    return input.dtype

@@ -1,0 +1,357 @@
+"""Values that travel quantized, or not yet computed, between swapped modules.
+
+A planned producer does not hand its consumer a BF16 tensor. A norm returns an `MXTensor`: qdata and scales,
+and a *carrier* of the nominal shape and dtype without storage (an expanded NaN scalar) through which autograd
+sums the consumers' gradients. An activation returns a `Pending`: its input and the activation still to be
+applied, which the consuming GEMM's kernel applies while it quantizes.
+
+Whoever reads such a value without having been planned for gets the high-precision tensor, recomputed from what
+the producer saved; the edge says so once and is un-fused from then on. Never garbage, never dequantized.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from .fused.spec import QuantSpec
+
+
+@dataclass
+class Edge:
+    """What a producer and its planned consumers share at run time.
+
+    Attributes:
+        producer: FQN of the module whose output travels.
+        consumers: FQNs of the modules planned to read it.
+        fused: whether it still travels; `unfuse` ends that for good.
+        strict: raise instead of un-fusing.
+        reason: why it was un-fused.
+    """
+
+    producer: str
+    consumers: tuple[str, ...] = ()
+    fused: bool = True
+    strict: bool = False
+    reason: str = ""
+
+    def unfuse(self, reader: str) -> None:
+        """Record that `reader`, whom nobody planned for, read the value.
+
+        Raises:
+            RuntimeError: when the edge is strict.
+        """
+        if not self.fused:
+            return
+        message = (
+            f"{self.producer or '(root)'}: its quantized output was read by {reader}, which was not planned for "
+            f"(planned: {', '.join(self.consumers)})"
+        )
+        if self.strict:
+            raise RuntimeError(
+                f"{message}. Apply the recipe with example_inputs that take this path, or override "
+                f"{self.producer!r} with 'bf16'"
+            )
+        self.fused, self.reason = False, f"read by {reader}"
+        warnings.warn(f"{message}; it is recomputed in high precision and un-fused from now on", stacklevel=3)
+
+
+class Traveling:
+    """What both values share: they pass for the tensor they stand for until somebody needs its elements."""
+
+    edge: Edge
+
+    @property
+    def nominal(self) -> Tensor:
+        """A tensor of the shape, dtype and device this value stands for; its elements may be NaN."""
+        raise NotImplementedError
+
+    def materialize(self) -> Tensor:
+        """The high-precision tensor, with its gradient, for a reader that was planned for."""
+        raise NotImplementedError
+
+    def high(self, reader: str) -> Tensor:
+        """`materialize`, for a reader nobody planned for."""
+        self.edge.unfuse(reader)
+        return self.materialize()
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.nominal.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.nominal.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.nominal.device
+
+    @property
+    def ndim(self) -> int:
+        return self.nominal.ndim
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.nominal.requires_grad
+
+    is_cuda = property(lambda self: self.nominal.is_cuda)
+    is_nested = False
+    layout = torch.strided
+
+    def size(self, *args: Any) -> Any:
+        return self.nominal.size(*args)
+
+    def dim(self) -> int:
+        return self.nominal.dim()
+
+    def numel(self) -> int:
+        return self.nominal.numel()
+
+    def is_floating_point(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return self.nominal.shape[0]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(torch.Tensor, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.high(f"Tensor.{name}"), name)
+
+    def __bool__(self) -> NoReturn:
+        raise RuntimeError("the truth value of a tensor with more than one element is ambiguous")
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        planned = _continue(func, args, kwargs)
+        if planned is not None:
+            return planned
+        name = getattr(func, "__name__", str(func))
+        return func(*_resolve(args, name), **_resolve(kwargs, name))
+
+
+def _resolve(values: Any, reader: str) -> Any:
+    """`values` with every traveling value in it replaced by its high-precision tensor."""
+    if isinstance(values, Traveling):
+        return values.high(reader)
+    if isinstance(values, tuple | list):
+        return type(values)(_resolve(value, reader) for value in values)
+    if isinstance(values, dict):
+        return {key: _resolve(value, reader) for key, value in values.items()}
+    return values
+
+
+@dataclass(frozen=True, eq=False)
+class MXTensor(Traveling):
+    """A quantized activation.
+
+    Attributes:
+        carrier: the nominal shape and dtype; without storage, or the high-precision value itself where a planned
+            consumer needs that too (`has_high`).
+        qdata, scale: (M, K) and (M, K / 32) uint8, M the product of the leading dims: for a contraction over K.
+        qdata_t, scale_t: (K, M) and (K, ceil(M / 32)) uint8: for a contraction over tokens. Empty if not emitted.
+        rowwise, colwise: encoded specs of the two, `""` for one that was not emitted.
+        quantized_from: dtype the value was rounded to before it was quantized.
+        recompute: gives the high-precision value again, differentiably.
+    """
+
+    carrier: Tensor
+    qdata: Tensor
+    scale: Tensor
+    qdata_t: Tensor
+    scale_t: Tensor
+    rowwise: str
+    colwise: str
+    quantized_from: torch.dtype
+    has_high: bool
+    recompute: Callable[[], Tensor]
+    edge: Edge
+
+    @property
+    def nominal(self) -> Tensor:
+        return self.carrier
+
+    def materialize(self) -> Tensor:
+        return self.carrier if self.has_high else self.recompute().view(self.carrier.shape)
+
+    def high(self, reader: str) -> Tensor:
+        return self.carrier if self.has_high else super().high(reader)
+
+    def reshaped(self, carrier: Tensor) -> MXTensor:
+        return replace(self, carrier=carrier)
+
+
+_KINDS_AFTER = {"relu": {"square": "relu2"}}
+_GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
+
+
+@dataclass(frozen=True, eq=False)
+class Pending(Traveling):
+    """`act(x)`, or `act(gate) * x`, still to be computed.
+
+    Attributes:
+        x: the tensor the activation applies to; for a gated kind the one its result multiplies.
+        gate: the tensor a gated kind's activation applies to.
+        kind: `identity` (nothing yet), an activation, or a gated activation, as `fused` names them.
+        compute: `(x, gate, kind) -> Tensor`, the activation on its own, differentiable.
+    """
+
+    x: Tensor
+    gate: Tensor | None
+    kind: str
+    compute: Callable[[Tensor, Tensor | None, str], Tensor]
+    edge: Edge = field()
+
+    @property
+    def nominal(self) -> Tensor:
+        return self.x
+
+    def materialize(self) -> Tensor:
+        return self.x if self.kind == "identity" else self.compute(self.x, self.gate, self.kind)
+
+    def high(self, reader: str) -> Tensor:
+        return self.x if self.kind == "identity" else super().high(reader)
+
+    def reshaped(self, x: Tensor) -> Pending | None:
+        gate = None if self.gate is None else self.gate.reshape(x.shape)
+        return replace(self, x=x, gate=gate)
+
+    def activated(self, kind: str) -> Pending | None:
+        """This value with an activation applied to it, if it can stay pending."""
+        if self.kind == "identity":
+            return replace(self, kind=kind)
+        if self.kind == "relu" and kind == "square":
+            return replace(self, kind="relu2")
+        return None
+
+    def gating(self, other: Any) -> Pending | None:
+        """The product of this activation and `other`, if it can stay pending."""
+        up = other.x if isinstance(other, Pending) and other.kind == "identity" else other
+        if self.kind not in _GATED or not isinstance(up, Tensor):
+            return None
+        if up.shape != self.x.shape or up.dtype != self.x.dtype:
+            return None
+        return replace(self, x=up, gate=self.x, kind=_GATED[self.kind])
+
+
+def _continue(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """The value `func` gives if it can stay quantized or pending, else None."""
+    name = getattr(func, "__name__", "")
+    first = args[0] if args else kwargs.get("input")
+    if name in ("mul", "__mul__", "__rmul__") and len(args) == 2:
+        return _product(*args)
+    if not isinstance(first, Traveling):
+        return None
+    if name in _RESHAPES:
+        return _RESHAPES[name](first, *args[1:], **kwargs)
+    if not isinstance(first, Pending):
+        return None
+    if name == "chunk":
+        return _chunk(first, *args[1:], **kwargs)
+    kind = _activation_kind(name, args, kwargs)
+    return first.activated(kind) if kind else None
+
+
+def _activation_kind(name: str, args: Any, kwargs: dict[str, Any]) -> str:
+    if name in ("relu", "silu", "square"):
+        return "" if kwargs.get("inplace") else name
+    if name in ("pow", "__pow__") and len(args) == 2 and args[1] == 2:
+        return "square"
+    if name == "gelu":
+        approximate = kwargs.get("approximate", args[1] if len(args) > 1 else "none")
+        return "gelu_tanh" if approximate == "tanh" else "gelu"
+    return ""
+
+
+def _product(left: Any, right: Any) -> Any:
+    if isinstance(left, Pending) and left is right and left.kind == "relu":
+        return left.activated("square")
+    for this, other in ((left, right), (right, left)):
+        if isinstance(this, Pending) and this.kind != "identity":
+            product = this.gating(other)
+            if product is not None:
+                return product
+    return None
+
+
+def _chunk(value: Pending, chunks: int, dim: int = 0) -> Any:
+    if value.kind != "identity" or dim not in (-1, value.ndim - 1):
+        return None
+    return tuple(replace(value, x=part) for part in value.x.chunk(chunks, dim))
+
+
+def _view(value: Any, *shape: Any) -> Any:
+    viewed = value.nominal.reshape(*shape)
+    return value.reshaped(viewed) if viewed.shape[-1:] == value.shape[-1:] else None
+
+
+def _flatten(value: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
+    viewed = value.nominal.flatten(start_dim, end_dim)
+    return value.reshaped(viewed) if viewed.shape[-1:] == value.shape[-1:] else None
+
+
+def _squeezed(method: str) -> Callable[..., Any]:
+    def apply(value: Any, *dims: Any, **kwargs: Any) -> Any:
+        viewed = getattr(value.nominal, method)(*dims, **kwargs)
+        return value.reshaped(viewed) if viewed.shape[-1:] == value.shape[-1:] else None
+
+    return apply
+
+
+def _contiguous(value: Any, **kwargs: Any) -> Any:
+    return value if not kwargs else None
+
+
+def _to(value: Any, *args: Any, **kwargs: Any) -> Any:
+    target = args[0] if len(args) == 1 else None
+    return value if not kwargs and target in (value.dtype, value.device) else None
+
+
+def _dropout(value: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    return value if not training or p == 0.0 else None
+
+
+_RESHAPES: dict[str, Callable[..., Any]] = {
+    "view": _view,
+    "reshape": _view,
+    "flatten": _flatten,
+    "squeeze": _squeezed("squeeze"),
+    "unsqueeze": _squeezed("unsqueeze"),
+    "contiguous": _contiguous,
+    "to": _to,
+    "dropout": _dropout,
+}
+"""Operations a traveling value survives: those that keep its last dim and the order of its rows."""
+
+
+def _method(name: str) -> Callable[..., Any]:
+    function = getattr(torch.Tensor, name)
+
+    def method(self: Traveling, *args: Any, **kwargs: Any) -> Any:
+        return Traveling.__torch_function__(function, (), (self, *args), kwargs)
+
+    method.__name__ = name
+    return method
+
+
+_METHODS = ("view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "to", "chunk", "relu", "square", "pow")
+_OPERATORS = (
+    "mul rmul add radd sub rsub truediv rtruediv matmul rmatmul pow rpow neg getitem abs eq ne lt le gt ge iter "
+    "iadd imul isub itruediv floordiv mod invert and or xor"
+)
+for _name in _METHODS:
+    setattr(Traveling, _name, _method(_name))
+for _name in _OPERATORS.split():
+    setattr(Traveling, f"__{_name}__", _method(f"__{_name}__"))
+
+
+def is_square(spec: str) -> bool:
+    """Whether an encoded spec has a square tile."""
+    return bool(spec) and QuantSpec.decode(spec).is_square
