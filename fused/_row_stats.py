@@ -1,0 +1,114 @@
+"""Sums over a row that come out the same however the row is split among programs.
+
+A row is summed in chunks of 128 features: inside a chunk by one warp in a fixed order, then over the chunks by an
+explicit pairwise tree. A program that holds whole rows and programs that hold 128 features each therefore agree to
+the bit, which "fused equals unfused" needs.
+
+`announce_chunk` and `await_chunks` are how the programs of one strip of 128 tokens exchange their chunks' sums: each
+stores its own, adds one to the strip's counter and waits until all have. Programs of a strip have consecutive ids and the hardware
+starts programs in order, so the ones waited for are running or next to run: at most one strip is incomplete.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+CHUNK = tl.constexpr(128)
+
+
+@triton.jit
+def chunk_sums(x):
+    """x (R, C) to (R, C / 128): the sum of each chunk."""
+    return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // CHUNK, CHUNK)), axis=2)
+
+
+@triton.jit
+def tree_sum(x, LOG2: tl.constexpr):
+    """Sum over the last dim, of length 2**LOG2, pairing neighbors. x is 2-D."""
+    R: tl.constexpr = x.shape[0]
+    for k in tl.static_range(LOG2):
+        HALF: tl.constexpr = 1 << (LOG2 - 1 - k)
+        even, odd = tl.split(tl.reshape(x, (R, HALF, 2)))
+        x = even + odd
+    return tl.reshape(x, (R,))
+
+
+@triton.jit
+def chunk_count(NCP: tl.constexpr, K):
+    """(1, NCP) features of each chunk, at least 1 so that it divides."""
+    start = tl.arange(0, NCP)[None, :] * CHUNK
+    return tl.minimum(tl.maximum(K - start, 1), CHUNK).to(tl.float32)
+
+
+@triton.jit
+def merge_stats(total, square, K, eps, LAYER: tl.constexpr, LOG2: tl.constexpr):
+    """`(mean, rstd)` of each row from its chunks.
+
+    rms: `square` holds sums of squares and `total` is not read. layer: `total` holds sums and `square` the sums of
+    squares about the chunk's own mean, merged as Chan et al. (1983).
+    """
+    features = K.to(tl.float32)
+    if LAYER:
+        mean = tree_sum(total, LOG2) / features
+        count = chunk_count(1 << LOG2, K)
+        shift = total / count - mean[:, None]
+        present = tl.arange(0, 1 << LOG2)[None, :] * CHUNK < K
+        square = tl.where(present, square + count * (shift * shift), 0.0)
+    else:
+        mean = tl.zeros((square.shape[0],), tl.float32)
+    return mean, tl.rsqrt(tree_sum(square, LOG2) / features + eps)
+
+
+@triton.jit
+def put_chunk(ptr, sums, strip, chunk, rows, NCP: tl.constexpr):
+    """Store the (32, 1) sums of one chunk for 32 of a strip's tokens; the scratch is (strips, 128, NCP)."""
+    tl.store(ptr + strip.to(tl.int64) * (128 * NCP) + rows[:, None] * NCP + chunk, sums)
+
+
+@triton.jit
+def announce_chunk(counter_ptr, strip):
+    """Say that this program's sums are stored."""
+    tl.debug_barrier()  # every thread's stores come before the one thread's release
+    tl.atomic_add(counter_ptr + strip, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def await_chunks(counter_ptr, strip, chunks):
+    """Return once all `chunks` programs of this strip have stored their sums."""
+    while tl.atomic_add(counter_ptr + strip, 0, sem="acquire", scope="gpu") < chunks:
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
+def get_chunks(ptr, strip, chunks, REPS: tl.constexpr, NCP: tl.constexpr):
+    """(128, NCP) chunk sums of a strip, rows in the order subtile 0, 1, 2, 3; zero past the last chunk."""
+    r = tl.arange(0, 128)
+    i = r % 32
+    PASS: tl.constexpr = 32 // REPS
+    rows = (i % PASS) * (4 * REPS) + (i // PASS) * 4 + r // 32
+    chunk = tl.arange(0, NCP)[None, :]
+    at = ptr + strip.to(tl.int64) * (128 * NCP) + rows[:, None] * NCP + chunk
+    return tl.load(at, mask=chunk < chunks, other=0.0, cache_modifier=".cg"), rows
+
+
+@triton.jit
+def split4(x):
+    """(128,) to the four (32,) of the subtiles."""
+    low, high = tl.split(tl.permute(tl.reshape(x, (2, 64)), (1, 0)))
+    a, b = tl.split(tl.permute(tl.reshape(low, (2, 32)), (1, 0)))
+    c, d = tl.split(tl.permute(tl.reshape(high, (2, 32)), (1, 0)))
+    return a, b, c, d
+
+
+@triton.jit
+def sum_strips_kernel(partial_ptr, out_ptr, S, N, R: tl.constexpr, C: tl.constexpr):
+    """(S, N) fp32 to (N,) sums over the first dim, in an order that depends on S alone."""
+    cols = tl.program_id(0) * C + tl.arange(0, C)
+    acc = tl.zeros((R, C), tl.float32)
+    for start in range(0, S, R):
+        rows = start + tl.arange(0, R)
+        mask = (rows < S)[:, None] & (cols < N)[None, :]
+        acc += tl.load(partial_ptr + rows[:, None].to(tl.int64) * N + cols[None, :], mask=mask, other=0.0)
+    tl.store(out_ptr + cols, tl.sum(acc, axis=0), mask=cols < N)

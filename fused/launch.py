@@ -1,0 +1,184 @@
+"""Host side of the kernels: output allocation, the compile-time flags of a `QuantSpec`, frozen launch configs.
+
+Nothing is autotuned: a config is a function of shape and dtype alone, so the first step is as fast as the
+last and two runs launch the same code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .scale_layout import swizzled_numel
+from .spec import Elem, QuantSpec, Rounding, ScaleRounding
+
+TOKENS = 128
+LANES = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileConfig:
+    """A program covers 128 tokens x `cols` features with `warps` warps."""
+
+    cols: int
+    warps: int
+    options: dict[str, int] = field(default_factory=dict)
+
+    def reps(self, itemsize: int) -> int:
+        """Groups of four consecutive tokens a thread holds, given 16-byte loads of the widest input."""
+        rows_a_pass = self.warps * LANES * (16 // itemsize) // self.cols
+        return max(1, 32 // rows_a_pass) if rows_a_pass else 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowConfig:
+    """A program covers `rows` tokens x `cols` features with `warps` warps."""
+
+    rows: int
+    cols: int
+    warps: int
+
+
+def quantize_tile_config() -> TileConfig:
+    return TileConfig(cols=128, warps=8)
+
+
+def row_config(features: int, *, elements: int = 8192, warps: int = 4, max_cols: int = 512) -> RowConfig:
+    cols = min(max_cols, max(128, next_power_of_2(features)))
+    return RowConfig(rows=max(1, elements // cols), cols=cols, warps=warps)
+
+
+def norm_row_config(features: int) -> RowConfig | None:
+    """None for rows too wide for one program's registers: the tile kernel takes them."""
+    cols = max(128, next_power_of_2(features))
+    if cols > 16384:
+        return None
+    warps = 4 if cols <= 2048 else 8 if cols <= 8192 else 16
+    return RowConfig(rows=max(1, warps * 1024 // cols), cols=cols, warps=warps)
+
+
+def norm_tile_config() -> TileConfig:
+    return TileConfig(cols=128, warps=8)
+
+
+def norm_backward_config() -> TileConfig:
+    return TileConfig(cols=128, warps=8)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+@dataclass
+class Emission:
+    """Outputs of one quantization, the pointers and the compile-time flags a kernel takes for them."""
+
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor]
+    pointers: tuple[Tensor, Tensor, Tensor, Tensor]
+    flags: dict[str, Any]
+    stride_t: int
+
+    @property
+    def any(self) -> bool:
+        return self.flags["R_BR"] > 0 or self.flags["C_BR"] > 0
+
+    @property
+    def rows_alone(self) -> bool:
+        """Nothing couples tokens: a kernel may take any number of rows at a time."""
+        return self.flags["C_BR"] == 0 and self.flags["R_BR"] <= 1
+
+
+def plan_emission(
+    like: Tensor,
+    rows: int,
+    cols: int,
+    rowwise: QuantSpec | None,
+    colwise: QuantSpec | None,
+    *,
+    swizzled: bool,
+    pad_tokens: int,
+) -> Emission:
+    """Allocate what `quantize_both` returns for a (rows, cols) matrix and describe it to a kernel."""
+    device = like.device
+    none = torch.empty(0, dtype=torch.uint8, device=device)
+    stride_t = padded_tokens(rows, pad_tokens)
+    outputs, pointers = [none] * 4, [none] * 4
+    words = stride_t % 4 == 0
+    flags: dict[str, Any] = {
+        **_orientation("R", None if rowwise is None else (*rowwise.tile,), rowwise),
+        **_orientation("C", None if colwise is None else (colwise.tile[1], colwise.tile[0]), colwise),
+        "R_ALIGNED": swizzled or cols % 128 == 0,
+        "C_ALIGNED": swizzled or (words and -(-stride_t // 32) % 4 == 0),
+        "WORDS": words,
+        "SWIZZLED": swizzled,
+    }
+    flags["SHARED"] = rowwise is not None and all(
+        flags[f"R_{name}"] == flags[f"C_{name}"] for name in ("BR", "BC", "E5", "FLOOR")
+    )
+    if rowwise is not None:
+        outputs[0] = pointers[0] = torch.empty(rows, cols, dtype=torch.uint8, device=device)
+        outputs[1] = _empty_scale(rows, cols // 32, swizzled, device)
+        pointers[1] = _as_words(outputs[1], flags["R_ALIGNED"])
+    if colwise is not None:
+        outputs[2] = torch.empty(cols, stride_t, dtype=torch.uint8, device=device)
+        pointers[2] = _as_words(outputs[2], words)
+        outputs[3] = _empty_scale(cols, -(-stride_t // 32), swizzled, device)
+        pointers[3] = _as_words(outputs[3], flags["C_ALIGNED"])
+    return Emission(tuple(outputs), tuple(pointers), flags, stride_t)  # pyright: ignore[reportArgumentType]
+
+
+def padded_tokens(rows: int, pad_tokens: int) -> int:
+    """Tokens of the transposed outputs: `rows` rounded up to `pad_tokens`, a divisor of 128."""
+    if pad_tokens < 1 or TOKENS % pad_tokens:
+        raise ValueError(f"pad_tokens: got {pad_tokens}, expected a divisor of {TOKENS}")
+    return -(-rows // pad_tokens) * pad_tokens
+
+
+def one_pass(spec: QuantSpec | None) -> bool:
+    """Whether the fused kernels emit this spec themselves; a rotation or random rounding takes a second launch."""
+    return spec is None or (spec.hadamard is None and spec.rounding is Rounding.NEAREST)
+
+
+def split_specs(rowwise: QuantSpec | None, colwise: QuantSpec | None) -> tuple[Any, Any, Any, Any]:
+    """`(fused rowwise, fused colwise, later rowwise, later colwise)`."""
+    now = [spec if one_pass(spec) else None for spec in (rowwise, colwise)]
+    later = [None if one_pass(spec) else spec for spec in (rowwise, colwise)]
+    return now[0], now[1], later[0], later[1]
+
+
+def check_features(op: str, features: int) -> None:
+    """Raise unless the kernels take this many features."""
+    if features % 32:
+        raise ValueError(
+            f"{op}: got {features} features, expected a multiple of 32; the reference backend takes any number"
+        )
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """x with unit stride along the features and rows a multiple of 8 elements apart: a copy only if need be."""
+    if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.stride(0) >= x.shape[1]:
+        return x
+    return x.contiguous()
+
+
+def _orientation(prefix: str, tile: tuple[int, int] | None, spec: QuantSpec | None) -> dict[str, Any]:
+    rows, cols = tile or (0, 0)
+    return {
+        f"{prefix}_BR": rows,
+        f"{prefix}_BC": cols,
+        f"{prefix}_E5": spec is not None and spec.elem is Elem.E5M2,
+        f"{prefix}_FLOOR": spec is not None and spec.scale_rounding is ScaleRounding.FLOOR,
+    }
+
+
+def _empty_scale(rows: int, blocks: int, swizzled: bool, device: torch.device) -> Tensor:
+    if swizzled:
+        return torch.empty(swizzled_numel(rows, blocks), dtype=torch.uint8, device=device)
+    return torch.empty(rows, blocks, dtype=torch.uint8, device=device)
+
+
+def _as_words(x: Tensor, words: bool) -> Tensor:
+    return x.view(-1).view(torch.int32) if words else x

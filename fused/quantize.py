@@ -1,0 +1,244 @@
+"""Quantize a matrix to MXFP8 along its rows, its columns or both, from one read.
+
+Moves `itemsize + orientations * (1 + 1/32)` bytes an element. Three kernels: any number of rows at a time when
+only rows matter; 128 x C tiles when columns or several-token tiles do; and a plain one, an orientation at a time,
+for stochastic rounding and the Hadamard transform.
+Bits equal `reference.quantize_spec`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import launch
+from ._device import abs_bits, emit_rows, emit_tile, reciprocal, row_index, scale_byte, store_scale, to_fp8
+from .launch import Emission, dense_rows, plan_emission
+from .reference_ops import Quantized, check_matrix
+from .spec import QuantSpec, Rounding
+
+SCALARS = ["M", "K8", "LD8", "MT", "stream"]
+"""Never specialized: token counts change every step, and a new one must not compile new code."""
+
+
+@triton.jit(do_not_specialize=SCALARS)
+def quantize_rows_kernel(
+    x_ptr, q_ptr, s_ptr, M, K8, LD8,
+    BC: tl.constexpr, E5: tl.constexpr, FLOOR: tl.constexpr, SWIZZLED: tl.constexpr, ALIGNED: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    K = K8 * 8  # says "a multiple of 8", which gives 16-byte loads and 8-byte stores one layout
+    LD = LD8 * 8
+    chunks = tl.cdiv(K, C)
+    pid = tl.program_id(0)
+    row0 = (pid // chunks).to(tl.int64) * R
+    col0 = (pid % chunks) * C
+    rows = tl.arange(0, R)
+    cols = col0 + tl.arange(0, C)
+    mask = ((row0 + rows) < M)[:, None] & (cols < K)[None, :]
+    y = tl.load(x_ptr + row0 * LD + rows[:, None] * LD + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    emit_rows(y, rows, row0, col0, M, K, q_ptr, s_ptr, BC, E5, FLOOR, SWIZZLED, ALIGNED)
+
+
+@triton.jit
+def load_subtile(x_ptr, j: tl.constexpr, row0, col0, M, K, LD, C: tl.constexpr, REPS: tl.constexpr):
+    """Rows `row_index(j)` of the 128 x C tile at (row0, col0), zero past the edges, in x's dtype."""
+    rows = row_index(j, REPS)
+    cols = col0 + tl.arange(0, C)
+    mask = ((row0 + rows) < M)[:, None] & (cols < K)[None, :]
+    return tl.load(x_ptr + row0 * LD + rows[:, None] * LD + cols[None, :], mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=SCALARS)
+def quantize_tile_kernel(
+    x_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, M, K8, LD8, MT,
+    R_BR: tl.constexpr, R_BC: tl.constexpr, R_E5: tl.constexpr, R_FLOOR: tl.constexpr, R_ALIGNED: tl.constexpr,
+    C_BR: tl.constexpr, C_BC: tl.constexpr, C_E5: tl.constexpr, C_FLOOR: tl.constexpr, C_ALIGNED: tl.constexpr,
+    WORDS: tl.constexpr, SHARED: tl.constexpr, SWIZZLED: tl.constexpr, REPS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    K = K8 * 8
+    LD = LD8 * 8
+    chunks = tl.cdiv(K, C)
+    pid = tl.program_id(0)
+    row0 = (pid // chunks).to(tl.int64) * 128
+    col0 = (pid % chunks) * C
+    y0 = load_subtile(x_ptr, 0, row0, col0, M, K, LD, C, REPS).to(tl.float32)
+    y1 = load_subtile(x_ptr, 1, row0, col0, M, K, LD, C, REPS).to(tl.float32)
+    y2 = load_subtile(x_ptr, 2, row0, col0, M, K, LD, C, REPS).to(tl.float32)
+    y3 = load_subtile(x_ptr, 3, row0, col0, M, K, LD, C, REPS).to(tl.float32)
+    emit_tile(
+        y0, y1, y2, y3, row0, col0, M, K, MT, q_ptr, s_ptr, qt_ptr, st_ptr,
+        R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, WORDS, SHARED, SWIZZLED, REPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def hadamard(y, SIZE: tl.constexpr, LOG2: tl.constexpr):
+    """`reference.random_hadamard` along the last dim of y (A, L): same signs, same order of sums."""
+    A: tl.constexpr = y.shape[0]
+    L: tl.constexpr = y.shape[1]
+    counter = tl.arange(0, SIZE // 4)
+    zero = counter * 0
+    w0, w1, w2, w3 = tl.philox(0x5EED, counter, zero, zero + SIZE, zero)
+    word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (SIZE,))
+    signs = ((word.to(tl.int32, bitcast=True) & 1) * 2 - 1).to(tl.float32)
+    y = tl.reshape(tl.reshape(y, (A, L // SIZE, SIZE)) * signs[None, None, :], (A, L))
+    for k in tl.static_range(LOG2):
+        S: tl.constexpr = 1 << k
+        pairs = tl.permute(tl.reshape(y, (A, L // (2 * S), 2, S)), (0, 1, 3, 2))
+        low, high = tl.split(pairs)
+        y = tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 1, 3, 2)), (A, L))
+    return y * (SIZE**-0.5)
+
+
+@triton.jit
+def round_stochastic(value, noise, E5: tl.constexpr):
+    """See `reference._round_stochastic`; noise: uniform 32-bit words."""
+    DROPPED: tl.constexpr = 21 if E5 else 20
+    smallest: tl.constexpr = 2.0**-14 if E5 else 2.0**-6
+    magnitude = tl.abs(value)
+    offset = tl.where(magnitude < smallest, smallest, 0.0)
+    low = (noise.to(tl.uint32) >> (32 - DROPPED)).to(tl.int32)
+    summed = (magnitude + offset).to(tl.int32, bitcast=True) + low
+    rounded = ((summed >> DROPPED) << DROPPED).to(tl.float32, bitcast=True) - offset
+    sign = value.to(tl.int32, bitcast=True) & -0x80000000
+    signed = (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return tl.where(value != value, value, signed)
+
+
+@triton.jit(do_not_specialize=SCALARS)
+def quantize_general_kernel(
+    x_ptr, q_ptr, s_ptr, seed_ptr, stream, M, K8, LD8, MT,
+    COLWISE: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, E5: tl.constexpr, FLOOR: tl.constexpr,
+    STOCHASTIC: tl.constexpr, HADAMARD: tl.constexpr, LOG2: tl.constexpr,
+    SWIZZLED: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """One orientation of a 128 x 128 tile, `y[across, along]` the contraction."""
+    K = K8 * 8
+    LD = LD8 * 8
+    chunks = tl.cdiv(K, 128)
+    pid = tl.program_id(0)
+    row0 = (pid // chunks).to(tl.int64) * 128
+    col0 = (pid % chunks) * 128
+    t = tl.arange(0, 128)
+    if COLWISE:
+        a0, l0, A, L, LS = col0.to(tl.int64), row0, K, M, MT
+        at = (row0 + t)[None, :] * LD + (col0 + t)[:, None]
+    else:
+        a0, l0, A, L, LS = row0, col0.to(tl.int64), M, K, K
+        at = (row0 + t)[:, None] * LD + (col0 + t)[None, :]
+    mask = ((a0 + t) < A)[:, None] & ((l0 + t) < L)[None, :]
+    y = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if HADAMARD > 0:
+        y = tl.where(((l0 + t) < L // HADAMARD * HADAMARD)[None, :], hadamard(y, HADAMARD, LOG2), y)
+    tiled = tl.reshape(y, (128 // ACROSS, ACROSS, 128 // ALONG, ALONG))
+    amax = tl.max(tl.max(abs_bits(tiled), axis=3), axis=1)
+    byte = scale_byte(amax, E5, FLOOR)
+    scaled = tl.reshape(tiled * reciprocal(byte)[:, None, :, None], (128, 128))
+    if STOCHASTIC:
+        if FLOOR:
+            limit = 57344.0 if E5 else 448.0
+            scaled = tl.where(scaled > limit, limit, tl.where(scaled < -limit, -limit, scaled))
+        counter = ((row0 + t) * K + col0)[:, None] // 4 + tl.arange(0, 32)[None, :]
+        low = (counter & 0xFFFFFFFF).to(tl.uint32)
+        zero = low * 0
+        w0, w1, w2, w3 = tl.philox(tl.load(seed_ptr), low, (counter >> 32).to(tl.uint32), zero + stream, zero)
+        noise = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (128, 128))
+        if COLWISE:
+            noise = tl.trans(noise)
+        scaled = round_stochastic(scaled, noise, E5)
+    out = ((a0 + t) < A)[:, None] & ((l0 + t) < LS)[None, :]
+    tl.store(q_ptr + (a0 + t)[:, None] * LS + (l0 + t)[None, :], to_fp8(scaled, E5, FLOOR), mask=out)
+    blocks = tl.broadcast_to(byte[:, None, :, None], (128 // ACROSS, ACROSS, 128 // ALONG, ALONG // 32))
+    words = tl.sum(tl.reshape(blocks, (128, 4)) << (tl.arange(0, 4) * 8)[None, :], axis=1)[:, None]
+    c = ((l0 // 32).to(tl.int32) + 4 * tl.arange(0, 1))[None, :]
+    store_scale(s_ptr, words, (a0 + t)[:, None], c, A, (LS + 31) // 32, SWIZZLED, ALIGNED)
+
+
+def quantize_both(
+    x: Tensor,
+    rowwise: QuantSpec | None,
+    colwise: QuantSpec | None,
+    seed: Tensor | None = None,
+    stream: int = 0,
+    *,
+    swizzled: bool = False,
+    pad_tokens: int = 1,
+) -> Quantized:
+    """`reference_ops.quantize_both` on the GPU: same bits.
+
+    Args:
+        x: (M, K), K a multiple of 32.
+        pad_tokens: round the token dimension of `qdata_t` and `scale_t` up to a multiple of this divisor of 128, zero
+            past M: a GEMM over the tokens may then read whole tiles.
+
+    Raises:
+        ValueError: also for K not a multiple of 32.
+    """
+    check_matrix("quantize_both", "x", x)
+    launch.check_features("quantize_both", x.shape[1])
+    x = dense_rows(x)
+    rows, cols = x.shape
+    plan = plan_emission(x, rows, cols, rowwise, colwise, swizzled=swizzled, pad_tokens=pad_tokens)
+    if not plan.any or rows == 0 or cols == 0:
+        return plan.outputs
+    now_row, now_col, later_row, later_col = launch.split_specs(rowwise, colwise)
+    if later_row is not None:
+        _quantize_general(x, later_row, plan, False, seed, stream)
+    if later_col is not None:
+        _quantize_general(x, later_col, plan, True, seed, stream)
+    if now_row is not None or now_col is not None:
+        _quantize_nearest(x, plan, now_row is not None, now_col is not None)
+    return plan.outputs
+
+
+def _quantize_nearest(x: Tensor, plan: Emission, rowwise: bool, colwise: bool) -> None:
+    rows, cols = x.shape
+    flags = dict(plan.flags)
+    if not rowwise:
+        flags.update(R_BR=0, SHARED=False)
+    if not colwise:
+        flags.update(C_BR=0, SHARED=False)
+    if not colwise and flags["R_BR"] == 1:
+        row = launch.row_config(cols)
+        grid = (-(-launch_rows(rows, flags) // row.rows) * -(-cols // row.cols),)
+        quantize_rows_kernel[grid](
+            x, *plan.pointers[:2], rows, cols // 8, x.stride(0) // 8,
+            BC=flags["R_BC"], E5=flags["R_E5"], FLOOR=flags["R_FLOOR"], SWIZZLED=flags["SWIZZLED"],
+            ALIGNED=flags["R_ALIGNED"], R=row.rows, C=row.cols, num_warps=row.warps,
+        )  # fmt: skip
+        return
+    tile = launch.quantize_tile_config()
+    grid = (-(-rows // launch.TOKENS) * -(-cols // tile.cols),)
+    quantize_tile_kernel[grid](
+        x, *plan.pointers, rows, cols // 8, x.stride(0) // 8, plan.stride_t,
+        **flags, REPS=tile.reps(x.element_size()), C=tile.cols, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def launch_rows(rows: int, flags: dict[str, bool]) -> int:
+    """Rows a row-wise kernel must visit: with swizzled scales also the padding, to zero it."""
+    return -(-rows // 128) * 128 if flags["SWIZZLED"] else rows
+
+
+def _quantize_general(
+    x: Tensor, spec: QuantSpec, plan: Emission, colwise: bool, seed: Tensor | None, stream: int
+) -> None:
+    stochastic = spec.rounding is Rounding.STOCHASTIC
+    if stochastic and seed is None:
+        raise ValueError("stochastic rounding: got no seed, expected an int64 scalar tensor")
+    seed = torch.empty(0, dtype=torch.int64, device=x.device) if seed is None else seed.to(x.device, torch.int64)
+    rows, cols = x.shape
+    prefix = "C" if colwise else "R"
+    qdata, scale = (plan.outputs[2], plan.pointers[3]) if colwise else (plan.outputs[0], plan.pointers[1])
+    size = spec.hadamard or 0
+    grid = (-(-rows // 128) * -(-cols // 128),)
+    quantize_general_kernel[grid](
+        x, qdata, scale, seed, stream, rows, cols // 8, x.stride(0) // 8, plan.stride_t,
+        COLWISE=colwise, ACROSS=spec.tile[0], ALONG=spec.tile[1],
+        E5=plan.flags[f"{prefix}_E5"], FLOOR=plan.flags[f"{prefix}_FLOOR"], STOCHASTIC=stochastic,
+        HADAMARD=size, LOG2=max(0, size.bit_length() - 1), SWIZZLED=plan.flags["SWIZZLED"],
+        ALIGNED=plan.flags[f"{prefix}_ALIGNED"], num_warps=8,
+    )  # fmt: skip
