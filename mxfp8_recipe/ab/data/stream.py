@@ -198,9 +198,10 @@ def bucket_option(request: DataRequest) -> int:
 
 def hash_ids(values: list[list[bytes]], buckets: int) -> np.ndarray:
     """(N, F) ids in 1 .. buckets - 1, salted by field; 0 where the value is empty. The same in every process."""
-    crc = np.asarray([[zlib.crc32(v) for v in row] for row in values], dtype=np.uint64).reshape(len(values), -1)
-    missing = np.asarray([[not v for v in row] for row in values], dtype=bool).reshape(crc.shape)
-    salt = (np.arange(crc.shape[1], dtype=np.uint64) + np.uint64(1)) << np.uint64(32)
+    shape = (len(values), len(values[0]) if values else 0)
+    crc = np.asarray([[zlib.crc32(v) for v in row] for row in values], dtype=np.uint64).reshape(shape)
+    missing = np.asarray([[not v for v in row] for row in values], dtype=bool).reshape(shape)
+    salt = (np.arange(shape[1], dtype=np.uint64) + np.uint64(1)) << np.uint64(32)
     mixed = crc + salt
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)

@@ -291,9 +291,7 @@ class SyntheticDataset:
 
 def load(request: DataRequest) -> SyntheticDataset:
     """The data set `synthetic`; `extra["max_history"]` sets the longest history."""
-    check_request(
-        request, "synthetic", options=("max_history",), weights="simulated rows have no weights", source=False
-    )
+    check_request(request, "synthetic", options=("max_history",), weights="its rows have no weights", source=False)
     text = request.extra.get("max_history", "16")
     if not text.isdigit():
         raise DataError(f"data option max_history: got {text!r}, expected a number of events >= 0")
