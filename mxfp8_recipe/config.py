@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
 
+from .fused.attention.spec import ALONG_SEQUENCE, GEMMS, AttentionSpec
 from .fused.spec import QuantSpec, near_misses
 
 BF16 = "bf16"
@@ -96,7 +97,95 @@ class LinearPrecision(Frozen):
         return forward or backward
 
 
-KIND_PRECISION: dict[str, type[Frozen]] = {"linear": LinearPrecision}
+class QKPrecision(GemmPrecision):
+    """`scores = query @ key.T`, contracting over the head dim."""
+
+    query: Spec = QuantSpec()
+    key: Spec = QuantSpec()
+
+
+class PVPrecision(GemmPrecision):
+    """`output = probs @ value`, contracting over keys; probs take the fixed scale 2**-8, whatever the tile."""
+
+    probs: Spec = QuantSpec()
+    value: Spec = QuantSpec()
+
+
+class DVPrecision(GemmPrecision):
+    """`grad_value = probs.T @ grad_output`, contracting over queries; probs as in `pv`."""
+
+    probs: Spec = QuantSpec()
+    grad_output: Spec = QuantSpec()
+
+
+class DPPrecision(GemmPrecision):
+    """`grad_probs = grad_output @ value.T`, contracting over the head dim."""
+
+    grad_output: Spec = QuantSpec()
+    value: Spec = QuantSpec()
+
+
+class DQPrecision(GemmPrecision):
+    """`grad_query = grad_scores @ key`, contracting over keys."""
+
+    grad_scores: Spec = QuantSpec()
+    key: Spec = QuantSpec()
+
+
+class DKPrecision(GemmPrecision):
+    """`grad_key = grad_scores.T @ query`, contracting over queries."""
+
+    grad_scores: Spec = QuantSpec()
+    query: Spec = QuantSpec()
+
+
+class AttentionPrecision(Frozen):
+    """Precision of softmax attention: six GEMMs, and the projections of a layer that owns them.
+
+    Attributes:
+        qk, pv, dv, dp, dq, dk: the GEMMs; `bf16` runs one in the dtype the layer would have used.
+        mix_masked: let tiles of several rows, and blocks along the sequence, span positions that a mask hides from
+            each other. Without it such tiles are refused under a mask, and such blocks are left to BF16.
+        projections: of a layer that owns its input and output projections; None takes the recipe's `linear`.
+    """
+
+    qk: QKPrecision | Literal["bf16"] = QKPrecision()
+    pv: PVPrecision | Literal["bf16"] = PVPrecision()
+    dv: DVPrecision | Literal["bf16"] = DVPrecision()
+    dp: DPPrecision | Literal["bf16"] = DPPrecision()
+    dq: DQPrecision | Literal["bf16"] = DQPrecision()
+    dk: DKPrecision | Literal["bf16"] = DKPrecision()
+    mix_masked: bool = False
+    projections: LinearPrecision | Literal["bf16"] | None = None
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The GEMMs as the ops take them."""
+        pairs = {name: None if getattr(self, name) == BF16 else getattr(self, name).operands for name in GEMMS}
+        return AttentionSpec(**pairs, mix_masked=self.mix_masked)
+
+    @property
+    def is_bf16(self) -> bool:
+        return self.spec.is_high and self.projections in (None, BF16)
+
+    @property
+    def mixes_tokens(self) -> bool:
+        """A tile spans several queries or keys, so one token's value moves another's scale."""
+        linear = self.projections
+        return self.spec.mixes_rows or (isinstance(linear, LinearPrecision) and linear.mixes_tokens)
+
+    @model_validator(mode="after")
+    def _no_rotation_along_the_sequence(self) -> AttentionPrecision:
+        rotated = [n for n in ALONG_SEQUENCE if getattr(self, n) != BF16 and getattr(self, n).operands[0].hadamard]
+        if rotated:
+            raise ValueError(
+                f"hadamard: got one for {', '.join(rotated)}, expected null: it would rotate tokens into each other "
+                "and probs out of [0, 1]; rotate qk and dp, which contract over the head dim"
+            )
+        return self
+
+
+KIND_PRECISION: dict[str, type[Frozen]] = {"linear": LinearPrecision, "attention": AttentionPrecision}
 """Layer kinds a recipe speaks of, and the class that holds each kind's precision."""
 
 Override = str | dict[str, Any]
@@ -108,6 +197,7 @@ class Recipe(Frozen):
     Attributes:
         name, description, source: what it is and whose experience it rests on.
         linear: precision of linear layers, or `bf16`.
+        attention: precision of softmax attention, or `bf16`.
         rules: the recipe's own overrides, pattern to override, applied before the user's.
             A rule of a recipe may match nothing.
         bf16_last_fraction: share of the linear layers, counted from the model's end, that stay BF16.
@@ -119,6 +209,7 @@ class Recipe(Frozen):
     description: str = ""
     source: str = ""
     linear: LinearPrecision | Literal["bf16"] = LinearPrecision()
+    attention: AttentionPrecision | Literal["bf16"] = AttentionPrecision()
     rules: dict[str, Override] = Field(default_factory=dict)
     bf16_last_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
     gpu_min_features: int = Field(default=128, ge=0)
@@ -133,8 +224,16 @@ class Recipe(Frozen):
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def precision(self, kind: str) -> Any:
-        """Precision of a layer kind: an instance of `KIND_PRECISION[kind]` or `"bf16"`."""
-        return getattr(self, kind)
+        """Precision of a layer kind: an instance of `KIND_PRECISION[kind]` or `"bf16"`.
+
+        That of attention has its projections filled in.
+        """
+        precision = getattr(self, kind)
+        if kind != "attention" or (precision != BF16 and precision.projections is not None):
+            return precision
+        gemms: dict[str, Any] = dict.fromkeys(GEMMS, BF16) if precision == BF16 else dict(precision)
+        filled = AttentionPrecision.model_validate(gemms | {"projections": self.linear})
+        return BF16 if filled.is_bf16 else filled
 
 
 Config = TypeVar("Config", bound=Frozen)

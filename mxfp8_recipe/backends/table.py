@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..fused import reference, reference_ops
+from ..fused.attention import reference as attention
 
 BACKENDS = ("reference", "triton", "hopper", "blackwell")
 
@@ -18,6 +19,9 @@ _TABLE: dict[tuple[str, str], Callable[..., Any]] = {
     ("norm_backward", "reference"): reference_ops.norm_backward,
     ("activation_quantize", "reference"): reference_ops.activation_quantize,
     ("activation_backward", "reference"): reference_ops.activation_backward,
+    ("quantize_heads", "reference"): attention.quantize_heads,
+    ("attention_forward", "reference"): attention.attention_forward,
+    ("attention_backward", "reference"): attention.attention_backward,
     ("gemm", "reference"): reference.gemm,
     ("matmul", "reference"): reference.matmul,
 }

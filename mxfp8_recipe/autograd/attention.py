@@ -1,0 +1,231 @@
+"""`softmax(scale * Q K^T + mask) V` with each of its six GEMMs in MXFP8 or in high precision.
+
+    qk   S  (Lq, Lk) = query (Lq, D)       . key (Lk, D)        contraction D, head dim
+    pv   O  (Lq, E)  = probs (Lq, Lk)      . value (Lk, E)      contraction Lk, keys
+    dv   dV (Lk, E)  = probs (Lq, Lk)      . grad_out (Lq, E)   contraction Lq, queries
+    dp   dP (Lq, Lk) = grad_out (Lq, E)    . value (Lk, E)      contraction E, head dim
+    dq   dQ (Lq, D)  = grad_scores (Lq, Lk). key (Lk, D)        contraction Lk, keys
+    dk   dK (Lk, D)  = grad_scores (Lq, Lk). query (Lq, D)      contraction Lq, queries
+
+query, key, value and grad_out are quantized here, once per contraction, each sample and head on its own; P
+and dS inside the two ops, which run the GEMMs of a pass together, as a kernel does.
+
+Saved for backward, in bytes a head: the output, lse `4*Lq`, and of query and key both quantizations and of
+value one, an element and 1/32 of a scale each: `2*(Lq + Lk)*D + Lk*E` and 1/32 of it. Where one square-tile
+quantization serves both contractions it is saved once. query and key are saved as they are, too, where a mask
+leaves blocks of dq and dk to the compute dtype, and any of the three where its GEMM is not MXFP8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends.attention import attention_backward, attention_forward, quantize_heads
+from ..config import AttentionPrecision, LinearPrecision
+from ..fused.attention.reference import GRAD_STREAM, KEY_STREAM, QUERY_STREAM, VALUE_STREAM, transposed
+from ..fused.attention.spec import GEMMS
+from ..fused.spec import BLOCK, QuantSpec
+from .linear import LinearConfig
+
+Quantized = tuple[Tensor, Tensor]
+"""`(qdata, scale)`, contraction last; empty where the GEMM runs in high precision or is not wanted."""
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """An `AttentionPrecision` in the form the ops take.
+
+    Attributes:
+        spec: the encoded `AttentionSpec`.
+        qk, pv, dv, dp, dq, dk: encoded specs of each GEMM's operands, `""` for a GEMM in high precision.
+        is_high: no GEMM is MXFP8.
+        mixes_rows: a tile spans several queries or keys. mix_masked: it may, under a mask too.
+        stochastic: some operand is rounded stochastically, so a seed is needed.
+        projections: of a multi-head layer, or None for linears in high precision.
+        layer: the layer's name, for messages.
+        backend: a backend's name, or `"auto"` for the one the input's device gets.
+    """
+
+    spec: str
+    qk: tuple[str, str]
+    pv: tuple[str, str]
+    dv: tuple[str, str]
+    dp: tuple[str, str]
+    dq: tuple[str, str]
+    dk: tuple[str, str]
+    is_high: bool
+    mixes_rows: bool
+    mix_masked: bool
+    stochastic: bool
+    projections: LinearConfig | None = None
+    layer: str = ""
+    backend: str = "auto"
+
+    @classmethod
+    def of(cls, precision: AttentionPrecision, layer: str = "", backend: str = "auto") -> AttentionConfig:
+        spec = precision.spec
+        gemms = {name: _encode(getattr(spec, name)) for name in GEMMS}
+        linear = precision.projections
+        return cls(
+            spec=spec.encode(),
+            **gemms,
+            is_high=spec.is_high,
+            mixes_rows=spec.mixes_rows,
+            mix_masked=spec.mix_masked,
+            stochastic=spec.stochastic,
+            projections=LinearConfig.of(linear, backend) if isinstance(linear, LinearPrecision) else None,
+            layer=layer,
+            backend=backend,
+        )
+
+
+def _encode(pair: tuple[QuantSpec, QuantSpec] | None) -> tuple[str, str]:
+    return (pair[0].encode(), pair[1].encode()) if pair else ("", "")
+
+
+class MXFP8AttentionFunction(torch.autograd.Function):
+    """`apply(query, key, value, mask, seed, config, scale, causal, dropout_p, emit_probs)`.
+
+    Args:
+        query: (B, H, Lq, D), key: (B, G, Lk, D), value: (B, G, Lk, E), H a multiple of G, in the compute dtype.
+        mask: broadcastable to (B, H, Lq, Lk), bool (True takes part) or float (added), or None.
+        seed: int64 scalar for dropout and stochastic rounding, or None without either.
+
+    Returns:
+        (B, H, Lq, E) in the compute dtype; with `emit_probs` also the probabilities (B, H, Lq, Lk) after dropout.
+        Gradients have the dtype and shape of what they belong to.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        seed: Tensor | None,
+        config: AttentionConfig,
+        scale: float,
+        causal: bool,
+        dropout_p: float,
+        emit_probs: bool,
+    ) -> Any:
+        needs_q, needs_k, _, needs_m = ctx.needs_input_grad[:4]
+        scores = needs_q or needs_k or needs_m
+        q, q_t = _both(query, config.qk[0], config.dk[1] if needs_k else "", seed, QUERY_STREAM, config)
+        k, k_t = _both(key, config.qk[1], config.dq[1] if needs_q else "", seed, KEY_STREAM, config)
+        v, v_t = _both(value, config.dp[1] if scores else "", config.pv[1], seed, VALUE_STREAM, config)
+        forward_v = transposed(*v) if _shared(v, v_t, config.pv[1]) else v_t
+        options = (config.spec, scale, causal, dropout_p)
+        out, lse, probs = attention_forward(
+            query, key, value, [*q, *k, *forward_v], mask, seed, *options, emit_probs, config.backend
+        )
+        split = (causal or mask is not None) and not config.mix_masked
+        high_q = not config.qk[0] or (needs_k and (split or not config.dk[0]))
+        high_k = not config.qk[0] or (needs_q and (split or not config.dq[0]))
+        high_v = scores and not config.dp[0]
+        ctx.save_for_backward(
+            query if high_q else _stand_in(query),
+            key if high_k else _stand_in(key),
+            value if high_v else _stand_in(value),
+            out if scores else _stand_in(out),
+            lse, mask, seed, *q, *k, *v, *k_t, *q_t,
+        )  # fmt: skip
+        ctx.config, ctx.options, ctx.emit_probs = config, options, emit_probs
+        return (out, probs) if emit_probs else out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse, mask, seed, *saved = ctx.saved_tensors
+        config: AttentionConfig = ctx.config
+        needs_q, needs_k, needs_v, needs_m = ctx.needs_input_grad[:4]
+        grad, grad_probs = grads[0], grads[1] if ctx.emit_probs else None
+        scores = needs_q or needs_k or needs_m
+        q, k, v, k_t, q_t = (tuple(saved[i : i + 2]) for i in range(0, 10, 2))
+        rowwise, colwise = config.dp[0] if scores else "", config.dv[1] if needs_v else ""
+        g, g_t = _both(grad, rowwise, colwise, seed, GRAD_STREAM, config)
+        if needs_q and _shared(k, k_t, config.dq[1]):
+            k_t = transposed(*k)
+        if needs_k and _shared(q, q_t, config.dk[1]):
+            q_t = transposed(*q)
+        if needs_v and _shared(g, g_t, colwise):
+            g_t = transposed(*g)
+        wanted = "".join(n for n, needed in zip("qkvm", (needs_q, needs_k, needs_v, needs_m)) if needed)
+        dq, dk, dv, dm = attention_backward(
+            grad, grad_probs, query, key, value, out, lse, [*q, *k, *v, *g, *g_t, *k_t, *q_t], mask, seed,
+            *ctx.options, wanted, config.backend,
+        )  # fmt: skip
+        found = (dq if needs_q else None, dk if needs_k else None, dv if needs_v else None, dm if needs_m else None)
+        return *found, None, None, None, None, None, None
+
+
+def _both(
+    x: Tensor, rowwise: str, colwise: str, seed: Tensor | None, stream: int, config: AttentionConfig
+) -> tuple[Quantized, Quantized]:
+    """Both quantizations of (B, H, L, D); with one square spec for both, the row-wise one alone."""
+    if not rowwise and not colwise:
+        nothing = x.new_empty(0, dtype=torch.uint8)
+        return (nothing, nothing), (nothing, nothing)
+    if rowwise == colwise and QuantSpec.decode(rowwise).is_square:
+        colwise = ""
+    qdata, scale, qdata_t, scale_t = quantize_heads(x, rowwise, colwise, seed, stream, config.backend)
+    return (qdata, scale), (qdata_t, scale_t)
+
+
+def _shared(rowwise: Quantized, colwise: Quantized, spec: str) -> bool:
+    """Whether a GEMM whose operand has `spec` along the sequence reads the row-wise quantization transposed."""
+    return bool(spec) and colwise[0].dim() == 1 and rowwise[0].dim() > 1
+
+
+def _stand_in(x: Tensor) -> Tensor:
+    """The shape, dtype and device of x without its storage; reading it gives NaN."""
+    return torch.full((), float("nan"), dtype=x.dtype, device=x.device).expand(x.shape)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    config: AttentionConfig,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    dropout_p: float = 0.0,
+    emit_probs: bool = False,
+) -> Any:
+    """`MXFP8AttentionFunction` on the shapes torch takes: (..., L, D), leading dims broadcast, one dtype.
+
+    Returns:
+        (..., H, Lq, E), and with `emit_probs` a second tensor (..., H, Lq, Lk).
+    """
+    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    if mask is not None:
+        mask = _four_dims(mask, torch.broadcast_shapes(lead, mask.shape[:-3]) if mask.dim() > 4 else mask.shape[:-3])
+    q, k, v = (_four_dims(x, lead) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    outputs: Any = MXFP8AttentionFunction.apply(q, k, v, mask, seed, config, scale, causal, dropout_p, emit_probs)
+    heads = query.shape[-3:-2]
+    if emit_probs:
+        return tuple(x.view(*lead, *heads, *x.shape[-2:]) for x in outputs)
+    return outputs.view(*lead, *heads, *outputs.shape[-2:])
+
+
+def _four_dims(x: Tensor, lead: tuple[int, ...]) -> Tensor:
+    """(..., H, L, D) with its leading dims expanded to `lead` and flattened into one."""
+    if x.dim() < 4:
+        x = x.view((1,) * (4 - x.dim()) + tuple(x.shape))
+    if len(lead) < 1 or tuple(x.shape[:-3]) == tuple(lead):
+        return x if x.dim() == 4 else x.flatten(0, -4)
+    x = x.expand(*lead, *x.shape[-3:])
+    return x if x.dim() == 4 else x.flatten(0, -4)
+
+
+def is_blocked(dim: int) -> bool:
+    """Whether MX blocks divide a head dim."""
+    return dim > 0 and dim % BLOCK == 0
