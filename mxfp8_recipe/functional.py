@@ -5,20 +5,26 @@ Each op also takes and gives the values of `mx_tensor` that travel between fused
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .autograd import (
     ActivationFunction,
     ActivationLinearFunction,
+    AttentionConfig,
     LinearConfig,
     MXFP8LinearFunction,
     NormConfig,
     NormFunction,
+    attention,
 )
+from .fused.spec import BLOCK
 from .mx_tensor import Edge, MXTensor, Pending, Traveling
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -135,9 +141,114 @@ def mxfp8_activation(
     return Pending(input, gate, kind, activation, edge)
 
 
+def pending(output: Tensor, edge: Edge | None) -> Tensor | Pending:
+    """A linear's output as the value an activation function in the caller's code goes on with; itself off an edge."""
+    return output if edge is None else Pending(output, None, "identity", activation, edge)
+
+
 def activation(x: Tensor, gate: Tensor | None, kind: str) -> Tensor:
     """The activation on its own: (..., K) in the dtype of `x`."""
     return ActivationFunction.apply(x, gate, kind, "auto")  # pyright: ignore[reportReturnType]
+
+
+def mxfp8_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    config: AttentionConfig,
+    need_weights: bool = False,
+) -> Any:
+    """`F.scaled_dot_product_attention`, each GEMM, forward and backward, in the precision `config` gives it.
+
+    Args:
+        query: (..., H, Lq, D). key: (..., H, Lk, D). value: (..., H, Lk, E). Leading dims broadcast.
+        attn_mask: broadcastable to (..., H, Lq, Lk); bool (True takes part) or float (added), or None. Where it
+            hides a pair, and under `is_causal`, the block of scores around it stays in the compute dtype.
+        dropout_p: applied whenever above 0, as torch does; drawn from a seed out of torch's generator.
+        is_causal: query i sees keys 0..i; with `attn_mask`, both apply.
+        scale: of the scores; default `D ** -0.5`.
+        enable_gqa: key and value may have fewer heads; head h reads theirs number h // (H / their count).
+        config: `AttentionConfig.of(AttentionPrecision(...))`.
+        need_weights: also return the weights, (..., H, Lq, Lk), dropout applied.
+
+    Returns:
+        (..., H, Lq, E) in the compute dtype. A query that sees no key gets 0. Head dims that blocks of 32 do not
+        divide run torch's own attention, with a warning.
+
+    Raises:
+        ValueError: shapes that do not fit; tiles of several tokens under a mask. TypeError: dtypes.
+    """
+    q, k, v = (x.high("attention") if isinstance(x, Traveling) else x for x in (query, key, value))
+    problem = "every GEMM is BF16" if config.is_high else _attention_problem(q, k, v)
+    if problem and not need_weights:
+        if not config.is_high:
+            _warn(f"{config.layer or 'attention'}: {problem}; it runs in high precision")
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    _check_attention(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa, config)
+    dtype = compute_dtype(q)
+    seed = draw_seed(q.device) if dropout_p > 0 or config.stochastic else None
+    return attention(
+        q.to(dtype), k.to(dtype), v.to(dtype), attn_mask, seed, config,
+        scale=scale, causal=is_causal, dropout_p=float(dropout_p), enable_gqa=enable_gqa, emit_probs=need_weights,
+    )  # fmt: skip
+
+
+def _attention_problem(query: Tensor, key: Tensor, value: Tensor) -> str:
+    """Why this call cannot run in MXFP8, or nothing."""
+    if query.is_nested or key.is_nested or value.is_nested:
+        return "nested tensors are not supported"
+    for dim in (query.shape[-1], value.shape[-1]):
+        if dim % BLOCK or dim == 0:
+            return f"head dim {dim} is not a multiple of {BLOCK}"
+    dtype = compute_dtype(query)
+    return "" if dtype in _DTYPES else f"compute dtype {dtype} is not float32, bfloat16 or float16"
+
+
+def _check_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
+    config: AttentionConfig,
+) -> None:
+    name, shapes = config.layer or "mxfp8_attention", [tuple(x.shape) for x in (query, key, value)]
+    heads = [shape[-3] if len(shape) > 2 else 1 for shape in shapes]
+    gqa = heads[1] == heads[2] and heads[1] > 0 and heads[0] % heads[1] == 0
+    if min(map(len, shapes)) < 2 or shapes[0][-1] != shapes[1][-1] or shapes[1][-2] != shapes[2][-2]:
+        raise ValueError(f"{name}: got query, key, value {shapes}, expected (..., Lq, D), (..., Lk, D), (..., Lk, E)")
+    if not gqa if enable_gqa else len({n for n in heads if n != 1}) > 1:
+        remedy = "" if enable_gqa else "; pass enable_gqa=True for grouped heads"
+        raise ValueError(f"{name}: got {heads} heads of query, key and value, which do not match{remedy}")
+    if len({query.dtype, key.dtype, value.dtype}) > 1 and compute_dtype(query) == query.dtype:
+        dtypes = f"{query.dtype}, {key.dtype} and {value.dtype}"
+        raise TypeError(f"{name}: got {dtypes} for query, key and value, expected one dtype")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"{name}: got dropout_p={dropout_p}, expected a probability")
+    if mask is not None and mask.dtype is not torch.bool and not mask.is_floating_point():
+        raise TypeError(f"{name}: got attn_mask of {mask.dtype}, expected bool or a float dtype")
+    if config.mixes_rows and not config.mix_masked and (is_causal or mask is not None):
+        raise ValueError(
+            f"{name}: a tile of several tokens under {'a causal mask' if is_causal else 'an attention mask'} would let "
+            "hidden tokens move visible ones; override this layer with 1x32 tiles or 'bf16', or allow it by name with "
+            "{'mix_masked': True}"
+        )
+
+
+@torch.compiler.assume_constant_result
+def _warn(message: str) -> None:
+    """Warn, while tracing too; Python shows one message once."""
+    warnings.warn(message, stacklevel=3)
 
 
 def compute_dtype(x: Tensor | Traveling, dtype: torch.dtype | None = None) -> torch.dtype:

@@ -1,14 +1,18 @@
 """One autograd Function per op, its GEMMs written out as equations."""
 
 from .activation import ActivationFunction, ActivationLinearFunction
+from .attention import AttentionConfig, MXFP8AttentionFunction, attention
 from .linear import LinearConfig, MXFP8LinearFunction
 from .norm import NormConfig, NormFunction
 
 __all__ = [
     "ActivationFunction",
     "ActivationLinearFunction",
+    "AttentionConfig",
     "LinearConfig",
+    "MXFP8AttentionFunction",
     "MXFP8LinearFunction",
     "NormConfig",
     "NormFunction",
+    "attention",
 ]

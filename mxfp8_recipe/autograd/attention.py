@@ -27,8 +27,8 @@ from torch import Tensor
 from ..backends.attention import attention_backward, attention_forward, quantize_heads
 from ..config import AttentionPrecision, LinearPrecision
 from ..fused.attention.reference import GRAD_STREAM, KEY_STREAM, QUERY_STREAM, VALUE_STREAM, transposed
-from ..fused.attention.spec import GEMMS
-from ..fused.spec import BLOCK, QuantSpec
+from ..fused.attention.spec import GEMMS, AttentionSpec
+from ..fused.spec import QuantSpec
 from .linear import LinearConfig
 
 Quantized = tuple[Tensor, Tensor]
@@ -42,6 +42,7 @@ class AttentionConfig:
     Attributes:
         spec: the encoded `AttentionSpec`.
         qk, pv, dv, dp, dq, dk: encoded specs of each GEMM's operands, `""` for a GEMM in high precision.
+        share: of query, key, value and grad_output, whether one square quantization serves both contractions.
         is_high: no GEMM is MXFP8.
         mixes_rows: a tile spans several queries or keys. mix_masked: it may, under a mask too.
         stochastic: some operand is rounded stochastically, so a seed is needed.
@@ -57,6 +58,7 @@ class AttentionConfig:
     dp: tuple[str, str]
     dq: tuple[str, str]
     dk: tuple[str, str]
+    share: tuple[bool, bool, bool, bool]
     is_high: bool
     mixes_rows: bool
     mix_masked: bool
@@ -73,6 +75,7 @@ class AttentionConfig:
         return cls(
             spec=spec.encode(),
             **gemms,
+            share=tuple(_is_shared(*pair) for pair in _rowwise_and_colwise(spec)),  # pyright: ignore[reportArgumentType]
             is_high=spec.is_high,
             mixes_rows=spec.mixes_rows,
             mix_masked=spec.mix_masked,
@@ -85,6 +88,17 @@ class AttentionConfig:
 
 def _encode(pair: tuple[QuantSpec, QuantSpec] | None) -> tuple[str, str]:
     return (pair[0].encode(), pair[1].encode()) if pair else ("", "")
+
+
+def _rowwise_and_colwise(spec: AttentionSpec) -> list[tuple[QuantSpec | None, QuantSpec | None]]:
+    """Specs along the head dim and along the sequence of query, key, value and grad_output."""
+    places = (("qk", 0, "dk", 1), ("qk", 1, "dq", 1), ("dp", 1, "pv", 1), ("dp", 0, "dv", 1))
+    pairs = {name: getattr(spec, name) or (None, None) for name in GEMMS}
+    return [(pairs[row][i], pairs[col][j]) for row, i, col, j in places]
+
+
+def _is_shared(rowwise: QuantSpec | None, colwise: QuantSpec | None) -> bool:
+    return rowwise is not None and rowwise == colwise and rowwise.is_square
 
 
 class MXFP8AttentionFunction(torch.autograd.Function):
@@ -116,13 +130,14 @@ class MXFP8AttentionFunction(torch.autograd.Function):
     ) -> Any:
         needs_q, needs_k, _, needs_m = ctx.needs_input_grad[:4]
         scores = needs_q or needs_k or needs_m
-        q, q_t = _both(query, config.qk[0], config.dk[1] if needs_k else "", seed, QUERY_STREAM, config)
-        k, k_t = _both(key, config.qk[1], config.dq[1] if needs_q else "", seed, KEY_STREAM, config)
-        v, v_t = _both(value, config.dp[1] if scores else "", config.pv[1], seed, VALUE_STREAM, config)
-        forward_v = transposed(*v) if _shared(v, v_t, config.pv[1]) else v_t
+        share_q, share_k, share_v, _ = config.share
+        q, q_t = _both(query, config.qk[0], config.dk[1] if needs_k else "", share_q, seed, QUERY_STREAM, config)
+        k, k_t = _both(key, config.qk[1], config.dq[1] if needs_q else "", share_k, seed, KEY_STREAM, config)
+        v, v_t = _both(value, config.dp[1] if scores else "", config.pv[1], share_v, seed, VALUE_STREAM, config)
+        along_keys = _along_sequence(v, v_t, share_v)
         options = (config.spec, scale, causal, dropout_p)
         out, lse, probs = attention_forward(
-            query, key, value, [*q, *k, *forward_v], mask, seed, *options, emit_probs, config.backend
+            query, key, value, [*q, *k, *along_keys], mask, seed, *options, emit_probs, config.backend
         )
         split = (causal or mask is not None) and not config.mix_masked
         high_q = not config.qk[0] or (needs_k and (split or not config.dk[0]))
@@ -146,14 +161,12 @@ class MXFP8AttentionFunction(torch.autograd.Function):
         grad, grad_probs = grads[0], grads[1] if ctx.emit_probs else None
         scores = needs_q or needs_k or needs_m
         q, k, v, k_t, q_t = (tuple(saved[i : i + 2]) for i in range(0, 10, 2))
+        share_q, share_k, _, share_g = config.share
         rowwise, colwise = config.dp[0] if scores else "", config.dv[1] if needs_v else ""
-        g, g_t = _both(grad, rowwise, colwise, seed, GRAD_STREAM, config)
-        if needs_q and _shared(k, k_t, config.dq[1]):
-            k_t = transposed(*k)
-        if needs_k and _shared(q, q_t, config.dk[1]):
-            q_t = transposed(*q)
-        if needs_v and _shared(g, g_t, colwise):
-            g_t = transposed(*g)
+        g, g_t = _both(grad, rowwise, colwise, share_g, seed, GRAD_STREAM, config)
+        k_t = _along_sequence(k, k_t, share_k and needs_q)
+        q_t = _along_sequence(q, q_t, share_q and needs_k)
+        g_t = _along_sequence(g, g_t, share_g and needs_v)
         wanted = "".join(n for n, needed in zip("qkvm", (needs_q, needs_k, needs_v, needs_m)) if needed)
         dq, dk, dv, dm = attention_backward(
             grad, grad_probs, query, key, value, out, lse, [*q, *k, *v, *g, *g_t, *k_t, *q_t], mask, seed,
@@ -164,21 +177,19 @@ class MXFP8AttentionFunction(torch.autograd.Function):
 
 
 def _both(
-    x: Tensor, rowwise: str, colwise: str, seed: Tensor | None, stream: int, config: AttentionConfig
+    x: Tensor, rowwise: str, colwise: str, share: bool, seed: Tensor | None, stream: int, config: AttentionConfig
 ) -> tuple[Quantized, Quantized]:
-    """Both quantizations of (B, H, L, D); with one square spec for both, the row-wise one alone."""
+    """Quantizations of (B, H, L, D) along D and along L; where one serves both, the first alone."""
     if not rowwise and not colwise:
         nothing = x.new_empty(0, dtype=torch.uint8)
         return (nothing, nothing), (nothing, nothing)
-    if rowwise == colwise and QuantSpec.decode(rowwise).is_square:
-        colwise = ""
+    colwise = "" if share and rowwise else colwise
     qdata, scale, qdata_t, scale_t = quantize_heads(x, rowwise, colwise, seed, stream, config.backend)
     return (qdata, scale), (qdata_t, scale_t)
 
 
-def _shared(rowwise: Quantized, colwise: Quantized, spec: str) -> bool:
-    """Whether a GEMM whose operand has `spec` along the sequence reads the row-wise quantization transposed."""
-    return bool(spec) and colwise[0].dim() == 1 and rowwise[0].dim() > 1
+def _along_sequence(rowwise: Quantized, colwise: Quantized, share: bool) -> Quantized:
+    return transposed(*rowwise) if share and rowwise[0].dim() > 1 else colwise
 
 
 def _stand_in(x: Tensor) -> Tensor:
@@ -197,35 +208,30 @@ def attention(
     scale: float | None = None,
     causal: bool = False,
     dropout_p: float = 0.0,
+    enable_gqa: bool = False,
     emit_probs: bool = False,
 ) -> Any:
-    """`MXFP8AttentionFunction` on the shapes torch takes: (..., L, D), leading dims broadcast, one dtype.
+    """`MXFP8AttentionFunction` on the shapes torch takes: (..., H, L, D) of one dtype, leading dims broadcast.
 
     Returns:
         (..., H, Lq, E), and with `emit_probs` a second tensor (..., H, Lq, Lk).
     """
-    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    tensors = (query, key, value)
+    lead = torch.broadcast_shapes(*(x.shape[:-3] for x in tensors))
+    heads = query.shape[-3:-2] if enable_gqa else torch.broadcast_shapes(*(x.shape[-3:-2] for x in tensors))
+    q, k, v = (_four_dims(x, lead, x.shape[-3:-2] if enable_gqa else heads) for x in tensors)
     if mask is not None:
-        mask = _four_dims(mask, torch.broadcast_shapes(lead, mask.shape[:-3]) if mask.dim() > 4 else mask.shape[:-3])
-    q, k, v = (_four_dims(x, lead) for x in (query, key, value))
+        mask = _four_dims(mask, lead if len(lead) > 1 and mask.dim() > 3 else mask.shape[:-3], mask.shape[-3:-2])
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     outputs: Any = MXFP8AttentionFunction.apply(q, k, v, mask, seed, config, scale, causal, dropout_p, emit_probs)
-    heads = query.shape[-3:-2]
     if emit_probs:
         return tuple(x.view(*lead, *heads, *x.shape[-2:]) for x in outputs)
     return outputs.view(*lead, *heads, *outputs.shape[-2:])
 
 
-def _four_dims(x: Tensor, lead: tuple[int, ...]) -> Tensor:
-    """(..., H, L, D) with its leading dims expanded to `lead` and flattened into one."""
-    if x.dim() < 4:
-        x = x.view((1,) * (4 - x.dim()) + tuple(x.shape))
-    if len(lead) < 1 or tuple(x.shape[:-3]) == tuple(lead):
-        return x if x.dim() == 4 else x.flatten(0, -4)
-    x = x.expand(*lead, *x.shape[-3:])
-    return x if x.dim() == 4 else x.flatten(0, -4)
-
-
-def is_blocked(dim: int) -> bool:
-    """Whether MX blocks divide a head dim."""
-    return dim > 0 and dim % BLOCK == 0
+def _four_dims(x: Tensor, lead: tuple[int, ...], heads: tuple[int, ...]) -> Tensor:
+    """(..., H, L, D) expanded to (*lead, *heads, L, D), as (B, H, L, D)."""
+    x = x.expand(*lead, *heads, *x.shape[-2:])
+    if x.dim() > 4:
+        return x.flatten(0, -4)
+    return x.view((1,) * (4 - x.dim()) + tuple(x.shape))
