@@ -23,21 +23,34 @@ def recipe_names() -> list[str]:
 def load_recipe(name_or_path: str | Path | Recipe) -> Recipe:
     """A shipped recipe by name, or a YAML file by path.
 
-    A file may begin with `extends: NAME_OR_PATH` and then state only what differs.
+    A file may begin with `extends: NAME_OR_PATH`, a path being relative to that file, and then state only
+    what differs. Its name, unless it states one, is the file's.
 
     Raises:
         ValueError: unknown name (with near misses), broken YAML (with line), or bad fields, all at once.
         FileNotFoundError: a path that does not exist.
     """
-    if isinstance(name_or_path, Recipe):
-        return name_or_path
+    return name_or_path if isinstance(name_or_path, Recipe) else _load(name_or_path, ())
+
+
+def _load(name_or_path: str | Path, chain: tuple[str, ...]) -> Recipe:
+    if str(name_or_path) in chain:
+        raise ValueError(f"recipe: extends itself: {' -> '.join((*chain, str(name_or_path)))}")
     text, where = _read(name_or_path)
     values = _parse_mapping(text, where)
-    if "extends" in values:
-        base = load_recipe(values.pop("extends")).model_dump(mode="json")
-        values = merge(base, values)
     values.setdefault("name", Path(str(name_or_path)).stem)
+    if "extends" in values:
+        extended = values.pop("extends")
+        if not isinstance(extended, str):
+            raise ValueError(f"{where}: extends: got {extended!r}, expected a recipe's name or a path")
+        base = _load(_beside(name_or_path, extended), (*chain, str(name_or_path)))
+        values = merge(base.model_dump(mode="json"), values)
     return validate(Recipe, values, where)
+
+
+def _beside(name_or_path: str | Path, extended: str) -> str | Path:
+    """A file named in `extends` is meant relative to the file that names it; a recipe's name stays a name."""
+    return Path(name_or_path).parent / extended if _is_path(extended) else extended
 
 
 def load_overrides(overrides: Mapping[str, Override] | str | Path | None) -> dict[str, Override]:
@@ -59,7 +72,7 @@ def load_overrides(overrides: Mapping[str, Override] | str | Path | None) -> dic
 
 def _read(name_or_path: str | Path) -> tuple[str, str]:
     text = str(name_or_path)
-    if isinstance(name_or_path, Path) or text.endswith((".yaml", ".yml")) or "/" in text:
+    if _is_path(name_or_path):
         path = Path(name_or_path)
         if not path.is_file():
             raise FileNotFoundError(f"recipe: no file {path}; shipped recipes are {', '.join(recipe_names())}")
@@ -71,6 +84,11 @@ def _read(name_or_path: str | Path) -> tuple[str, str]:
             "or a path to a YAML file"
         )
     return (resources.files(_SHIPPED) / f"{text}.yaml").read_text(), f"recipe {text}"
+
+
+def _is_path(name_or_path: str | Path) -> bool:
+    text = str(name_or_path)
+    return isinstance(name_or_path, Path) or text.endswith((".yaml", ".yml")) or "/" in text
 
 
 def _parse_mapping(text: str, where: str) -> dict[str, Any]:
