@@ -67,10 +67,11 @@ def _forward(
 ) -> tuple[Tensor, ...]:
     run = resolve("attention_forward", backend, query.device)
     pairs = [(quantized[i], quantized[i + 1]) for i in (0, 2, 4)]
-    return run(
-        query, key, value, *pairs, mask, seed, AttentionSpec.decode(spec),
-        scale=scale, causal=causal, dropout_p=dropout_p, emit_probs=emit_probs,
-    )  # fmt: skip
+    with torch.no_grad():  # an exported graph calls the op on parameters
+        return run(
+            query, key, value, *pairs, mask, seed, AttentionSpec.decode(spec),
+            scale=scale, causal=causal, dropout_p=dropout_p, emit_probs=emit_probs,
+        )  # fmt: skip
 
 
 def _forward_fake(

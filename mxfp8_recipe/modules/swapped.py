@@ -54,7 +54,8 @@ def swapped_class(original: type[nn.Module], implementation: type[nn.Module]) ->
     """`implementation` itself where it replaces exactly `original`, else a class deriving from `original`."""
     if implementation.original_class is original:  # pyright: ignore[reportAttributeAccessIssue]
         return implementation
-    namespace = {name: vars(implementation)[name] for name in _CARRIED if name in vars(implementation)}
+    carried = (*_CARRIED, *getattr(implementation, "carried", ()))
+    namespace = {name: vars(implementation)[name] for name in carried if name in vars(implementation)}
     namespace |= {
         "original_class": original,
         "__module__": original.__module__,
