@@ -155,6 +155,7 @@ def test_pad_and_pack_are_inverse_and_ages_count_from_the_newest():
     assert jagged.pad(values)[:, :, 0].tolist() == [[0, 1, 2, 0], [0, 0, 0, 0], [3, 4, 0, 0]]
     assert torch.equal(jagged.pack(jagged.pad(values)), values)
     assert jagged.ages.tolist() == [2, 1, 0, 1, 0]
+    assert jagged.mask.tolist() == [[True] * 3 + [False], [True] + [False] * 3, [True] * 2 + [False] * 2]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -11,6 +11,7 @@ import gzip
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -68,7 +69,7 @@ class Problems:
         self.notes[self._note] = f"{len(self.lines)} malformed lines of {self.path} skipped: {self.summary()}"
 
     def summary(self) -> str:
-        shown = [f"line {n}: {what}" for n, what in list(self.lines.items())[:SHOWN]]
+        shown = [f"line {n}: {what}" for n, what in islice(self.lines.items(), SHOWN)]
         rest = len(self.lines) - len(shown)
         return "; ".join(shown) + (f"; and {rest} more" if rest else "")
 
