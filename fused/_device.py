@@ -1,9 +1,12 @@
 """Device functions the kernels share: from a tile of values in registers to qdata, scales and their transpose.
 
-A program works on 128 tokens x C features, C a multiple of 128. The tokens come as four subtiles `y0 .. y3` of 32 rows: row
-`row_index(j)` of subtile j is chosen so that a thread holds consecutive tokens. Four elements of one feature
-then make one 32-bit word without leaving the thread, the transpose goes through shared memory in words
-rather than bytes, and each feature's 128 tokens leave as one full line.
+Values travel as words of two neighboring features (two bf16 or fp16 in 32 bits, two fp32 in 64): one conversion
+instruction rounds a pair, one maximum compares a pair of bf16.
+
+A two-orientation program works on 128 tokens x C features, C a multiple of 128. The tokens come as four subtiles
+`w0 .. w3` of 32 rows: row `row_index(j)` of subtile j is chosen so that a thread holds consecutive tokens. Four
+elements of one feature then make one 32-bit word without leaving the thread, the transpose goes through shared memory
+in words rather than bytes, and each feature's 128 tokens leave as one full line.
 
 `(BR, BC)` is the tile in (tokens, features) whose common amax sets the scale: `rowwise` specs have
 `BR, BC = across, along`, `colwise` ones `along, across`. amax is an integer maximum of the bits of |y|,
@@ -16,10 +19,8 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-"""Triton's interpreter truncates casts to bf16 and fp8 and loses NaN; there they are spelled out."""
-
-TOKENS = 128
-"""Tokens a two-orientation program covers: the widest tile, and one full line of transposed qdata."""
+"""Triton's interpreter knows no inline assembly, truncates casts to bf16 and fp8 and loses NaN; there they are
+spelled out."""
 
 
 @triton.jit
@@ -28,11 +29,57 @@ def abs_bits(y):
 
 
 @triton.jit
+def unpack(w, DTYPE: tl.constexpr):
+    """Word to its two values in fp32, the feature with the lower index first."""
+    if DTYPE == tl.bfloat16:
+        lo = (w << 16).to(tl.float32, bitcast=True)
+        hi = (w & -0x10000).to(tl.float32, bitcast=True)
+    elif DTYPE == tl.float16:
+        lo = (w & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        hi = (w >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        lo = (w & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+        hi = (w >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    return lo, hi
+
+
+@triton.jit
+def software_bf16(y):
+    bits = y.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(y != y, 0x7FFF, rounded) & 0xFFFF
+
+
+@triton.jit
+def pack(lo, hi, DTYPE: tl.constexpr):
+    """Two fp32 values to a word of DTYPE, rounded to nearest even."""
+    if DTYPE == tl.bfloat16:
+        if INTERPRETED:
+            w = software_bf16(lo) | (software_bf16(hi) << 16)
+        else:
+            w = tl.inline_asm_elementwise(
+                "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [lo, hi], dtype=tl.int32, is_pure=True, pack=1
+            )
+    elif DTYPE == tl.float16:
+        low = lo.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        w = low | (hi.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    else:
+        low = lo.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+        w = low | (hi.to(tl.int32, bitcast=True).to(tl.int64) << 32)
+    return w
+
+
+@triton.jit
+def max_u16x2(a, b):
+    return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
 def scale_byte(amax, E5: tl.constexpr, FLOOR: tl.constexpr):
-    """E8M0 byte from the bits of amax; see `reference.scale_bytes`."""
-    byte = (amax >> 23) - (15 if E5 else 8)
-    if not FLOOR:
-        byte += ((amax & 0x7FFFFF) > 0x600000).to(tl.int32)
+    """E8M0 byte from the bits of amax; see `reference.scale_bytes`. RCEIL: a mantissa above 1.75 carries."""
+    carry: tl.constexpr = 0 if FLOOR else 0x1FFFFF
+    bias: tl.constexpr = 15 if E5 else 8
+    byte = ((amax + carry) >> 23) - bias
     return tl.where(amax >= 0x7F800000, 255, tl.maximum(byte, 0))
 
 
@@ -43,43 +90,62 @@ def reciprocal(byte):
 
 
 @triton.jit
-def round_to(y, DTYPE: tl.constexpr):
-    """fp32 to DTYPE, to nearest even."""
-    if INTERPRETED and DTYPE == tl.bfloat16:
-        bits = y.to(tl.int32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-        y = tl.where(y != y, bits | 0x400000, rounded).to(tl.float32, bitcast=True)
-    return y.to(DTYPE)
-
-
-@triton.jit
 def software_fp8(scaled, E5: tl.constexpr):
+    """Byte of fp32, to nearest even, saturating, NaN kept; as int32."""
     DROPPED: tl.constexpr = 21 if E5 else 20
     rebias: tl.constexpr = (127 - 15) << 2 if E5 else (127 - 7) << 3
     smallest: tl.constexpr = 2.0**-14 if E5 else 2.0**-6
     per_step: tl.constexpr = 2.0**16 if E5 else 2.0**9
+    limit: tl.constexpr = 57344.0 if E5 else 448.0
     bits = abs_bits(scaled)
-    normal = ((bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)) >> DROPPED) - rebias
     magnitude = bits.to(tl.float32, bitcast=True)
+    magnitude = tl.where(magnitude > limit, limit, magnitude)
+    clamped = magnitude.to(tl.int32, bitcast=True)
+    normal = ((clamped + ((1 << (DROPPED - 1)) - 1) + ((clamped >> DROPPED) & 1)) >> DROPPED) - rebias
     subnormal = (magnitude * per_step + 8388608.0).to(tl.int32, bitcast=True) & 0xF
     code = tl.where(magnitude < smallest, subnormal, normal)
     code = tl.where(bits > 0x7F800000, 0x7F, code)
-    sign = (scaled.to(tl.int32, bitcast=True) >> 24) & 0x80
-    return (code | sign).to(tl.uint8)
+    return code | ((scaled.to(tl.int32, bitcast=True) >> 24) & 0x80)
 
 
 @triton.jit
-def to_fp8(scaled, E5: tl.constexpr, FLOOR: tl.constexpr):
-    """Round to nearest even; RCEIL scales cannot overflow, FLOOR ones saturate. NaN stays NaN."""
-    if FLOOR:
-        limit = 57344.0 if E5 else 448.0
-        scaled = tl.where(scaled > limit, limit, tl.where(scaled < -limit, -limit, scaled))
+def fp8_pair(lo, hi, E5: tl.constexpr):
+    """Two fp32 tensors to one of int16: lo's byte below hi's."""
     if INTERPRETED:
-        q = software_fp8(scaled, E5)
+        q = (software_fp8(lo, E5) | (software_fp8(hi, E5) << 8)).to(tl.int16)
     elif E5:
-        q = scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)
+        q = tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; cvt.rn.satfinite.e5m2x2.f32 a, $3, $1;"
+            " cvt.rn.satfinite.e5m2x2.f32 b, $4, $2; mov.b32 $0, {a, b}; }",
+            "=r,f,f,f,f", [lo, hi], dtype=tl.int16, is_pure=True, pack=2,
+        )  # fmt: skip
     else:
-        q = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        q = tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $3, $1;"
+            " cvt.rn.satfinite.e4m3x2.f32 b, $4, $2; mov.b32 $0, {a, b}; }",
+            "=r,f,f,f,f", [lo, hi], dtype=tl.int16, is_pure=True, pack=2,
+        )  # fmt: skip
+    return q
+
+
+@triton.jit
+def fp8_quad(a, b, c, d, E5: tl.constexpr):
+    """Four fp32 tensors to one of int32, a's byte lowest."""
+    if INTERPRETED:
+        q = software_fp8(a, E5) | (software_fp8(b, E5) << 8) | (software_fp8(c, E5) << 16)
+        q = q | (software_fp8(d, E5) << 24)
+    elif E5:
+        q = tl.inline_asm_elementwise(
+            "{ .reg .b16 x, y; cvt.rn.satfinite.e5m2x2.f32 x, $2, $1;"
+            " cvt.rn.satfinite.e5m2x2.f32 y, $4, $3; mov.b32 $0, {x, y}; }",
+            "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        q = tl.inline_asm_elementwise(
+            "{ .reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f32 x, $2, $1;"
+            " cvt.rn.satfinite.e4m3x2.f32 y, $4, $3; mov.b32 $0, {x, y}; }",
+            "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
     return q
 
 
@@ -89,6 +155,31 @@ def row_index(j: tl.constexpr, REPS: tl.constexpr):
     i = tl.arange(0, 32)
     PASS: tl.constexpr = 32 // REPS
     return (i % PASS) * (4 * REPS) + (i // PASS) * 4 + j
+
+
+@triton.jit
+def load_words(ptr, rows, row0, col0, M, K2, LD2, C2: tl.constexpr):
+    """(R, C2) words of tokens `row0 + rows`, features from col0, zero past the edges; rows are LD2 words apart."""
+    cols = col0 // 2 + tl.arange(0, C2)
+    mask = ((row0 + rows) < M)[:, None] & (cols < K2)[None, :]
+    return tl.load(ptr + row0 * LD2 + rows[:, None] * LD2 + cols[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def store_rows(value, rows, row0, col0, M, K2, ptr):
+    """Store words (R, C2) at tokens `row0 + rows`, features from col0, of an (M, K2)-word matrix.
+
+    The extra dimension and the zero `skew`, which leaves the compiler knowing no alignment beyond 4 words,
+    keep Triton from choosing one layout for loads and stores together: the layout of a load, and with it the
+    order of the sums over a row, then depends on the input's dtype alone.
+    """
+    R: tl.constexpr = value.shape[0]
+    C2: tl.constexpr = value.shape[1]
+    skew = (K2 >> 30) * 4
+    cols = (col0 // 2 + tl.arange(0, C2))[None, None, :]
+    tokens = rows[None, :, None]
+    at = ptr + (row0 * K2 + skew) + tokens * K2 + cols
+    tl.store(at, tl.reshape(value, (1, R, C2)), mask=((row0 + tokens) < M) & (cols < K2))
 
 
 @triton.jit
@@ -106,14 +197,16 @@ def pack_bytes(byte, W: tl.constexpr, WIDE: tl.constexpr):
 def store_scale(ptr, words, r, c, R, CB, SWIZZLED: tl.constexpr, ALIGNED: tl.constexpr):
     """Store scale words of rows r (A, 1) and scale columns c .. c + 3 (1, B) of an (R, CB) scale matrix.
 
-    Swizzled padding is written as zero. ALIGNED: `ptr` is int32 and every word is whole.
+    ALIGNED: CB is a multiple of 4. `ptr` is int32 when ALIGNED or SWIZZLED, else uint8. Swizzled padding is written
+    as zero.
     """
-    valid = tl.minimum(tl.maximum(CB - c, 0), 4)
-    keep = tl.where(valid == 4, -1, (1 << (valid * 8)) - 1)
-    words = tl.where(r < R, words & keep, 0)
+    if not ALIGNED:
+        valid = tl.minimum(tl.maximum(CB - c, 0), 4)
+        words = words & tl.where(valid == 4, -1, (1 << (valid * 8)) - 1)
     if SWIZZLED:
         tiles = (CB + 3) // 4
         offset = ((r // 128).to(tl.int64) * tiles + c // 4) * 128 + (r % 32) * 4 + (r % 128) // 32
+        words = tl.where((r < R) & (c < CB), words, 0)
         tl.store(ptr + offset, words, mask=(r < (R + 127) // 128 * 128) & (c < tiles * 4))
     elif ALIGNED:
         tl.store(ptr + r.to(tl.int64) * (CB // 4) + c // 4, words, mask=(r < R) & (c < CB))
@@ -124,73 +217,104 @@ def store_scale(ptr, words, r, c, R, CB, SWIZZLED: tl.constexpr, ALIGNED: tl.con
 
 
 @triton.jit
-def store_rows(value, rows, row0, col0, M, K, ptr):
-    """Store value (R, C) at tokens `row0 + rows` of a (M, K) matrix, in the layout the values were loaded in.
-
-    The extra dimension and the zero `skew`, which leaves the compiler knowing no alignment beyond 8 elements,
-    keep Triton from choosing one layout for loads and stores together: the layout of a load, and with it the
-    order of the sums over a row, then depends on the input's dtype alone.
-    """
-    R: tl.constexpr = value.shape[0]
-    C: tl.constexpr = value.shape[1]
-    skew = (K >> 30) * 8
-    cols = (col0 + tl.arange(0, C))[None, None, :]
-    tokens = rows[None, :, None]
-    at = ptr + (row0 * K + skew) + tokens * K + cols
-    tl.store(at, tl.reshape(value, (1, R, C)), mask=((row0 + tokens) < M) & (cols < K))
-
-
-@triton.jit
-def emit_rows(
-    y, rows, row0, col0, M, K, q_ptr, s_ptr,
-    BC: tl.constexpr, E5: tl.constexpr, FLOOR: tl.constexpr, SWIZZLED: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Quantize y (R, C) in 1 x BC tiles and store qdata and scales of tokens `row0 + rows`."""
-    R: tl.constexpr = y.shape[0]
-    C: tl.constexpr = y.shape[1]
-    tiled = tl.reshape(y, (R, C // BC, BC))
-    byte = scale_byte(tl.max(abs_bits(tiled), axis=2), E5, FLOOR)
-    scaled = tl.reshape(tiled * reciprocal(byte)[:, :, None], (R, C))
-    store_rows(to_fp8(scaled, E5, FLOOR), rows, row0, col0, M, K, q_ptr)
-    W: tl.constexpr = C // 128
-    words = pack_bytes(byte, W, BC == 128)
-    c = col0 // 32 + 4 * tl.arange(0, W)
-    store_scale(s_ptr, words, (row0 + rows)[:, None], c[None, :], M, K // 32, SWIZZLED, ALIGNED)
-
-
-@triton.jit
-def block_amax(m, BR: tl.constexpr, BC: tl.constexpr):
-    """m (PASS, C): amax bits of each pass of consecutive tokens; to (128 / BR, C / BC)."""
-    G: tl.constexpr = 128 // BR
-    C: tl.constexpr = m.shape[1]
-    amax = tl.max(tl.reshape(m, (G, m.shape[0] // G, C)), axis=1)
-    if BC > 1:
-        amax = tl.max(tl.reshape(amax, (G, C // BC, BC)), axis=2)
+def row_amax(tiled, DTYPE: tl.constexpr):
+    """(R, N, words) to (R, N): bits of the largest magnitude."""
+    if DTYPE == tl.bfloat16 and not INTERPRETED:
+        both = tl.reduce(tiled & 0x7FFF7FFF, 2, max_u16x2)
+        amax = tl.maximum(both << 16, both & -0x10000)
+    else:
+        lo, hi = unpack(tiled, DTYPE)
+        amax = tl.max(tl.maximum(abs_bits(lo), abs_bits(hi)), axis=2)
     return amax
 
 
 @triton.jit
-def spread(inv, REPS: tl.constexpr, C: tl.constexpr):
-    """(G, C / BC) per-tile factors to the (32, C) elements of a subtile."""
-    G: tl.constexpr = inv.shape[0]
-    N: tl.constexpr = inv.shape[1]
-    PASS: tl.constexpr = 32 // REPS
-    wide = tl.broadcast_to(inv[:, None, :, None], (G, PASS // G, N, C // N))
-    wide = tl.reshape(wide, (1, PASS, C))
-    return tl.reshape(tl.broadcast_to(wide, (REPS, PASS, C)), (32, C))
+def emit_rows(
+    w, rows, row0, col0, M, K2, q_ptr, s_ptr, DTYPE: tl.constexpr,
+    BC: tl.constexpr, E5: tl.constexpr, FLOOR: tl.constexpr, SWIZZLED: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Quantize words w (R, C2) in 1 x BC tiles and store qdata (int16 words) and scales of tokens `row0 + rows`."""
+    R: tl.constexpr = w.shape[0]
+    C2: tl.constexpr = w.shape[1]
+    tiled = tl.reshape(w, (R, 2 * C2 // BC, BC // 2))
+    byte = scale_byte(row_amax(tiled, DTYPE), E5, FLOOR)
+    inv = reciprocal(byte)[:, :, None]
+    lo, hi = unpack(tiled, DTYPE)
+    store_rows(tl.reshape(fp8_pair(lo * inv, hi * inv, E5), (R, C2)), rows, row0, col0, M, K2, q_ptr)
+    W: tl.constexpr = C2 // 64
+    words = pack_bytes(byte, W, BC == 128)
+    c = col0 // 32 + 4 * tl.arange(0, W)
+    store_scale(s_ptr, words, (row0 + rows)[:, None], c[None, :], M, K2 // 16, SWIZZLED, ALIGNED)
 
 
 @triton.jit
-def store_transposed(q0, q1, q2, q3, row0, col0, K, MT, qt_ptr, REPS: tl.constexpr, WORDS: tl.constexpr):
-    """Four (32, C) subtiles of bytes to (C, 128) of the transposed qdata, whose rows are MT bytes apart.
+def max_passes(a, b, c, d, REPS: tl.constexpr):
+    """Four (32, C2) int32 to their maximum over the consecutive tokens a thread holds, (PASS, C2)."""
+    m = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+    return tl.max(tl.reshape(m, (REPS, 32 // REPS, m.shape[1])), axis=0)
 
-    WORDS: `qt_ptr` is int32 and MT a multiple of 4.
-    """
-    C: tl.constexpr = q0.shape[1]
+
+@triton.jit
+def column_amax(w0, w1, w2, w3, BR: tl.constexpr, DTYPE: tl.constexpr, REPS: tl.constexpr):
+    """Bits of the largest magnitude of each feature over each BR tokens: two (128 / BR, C2), even and odd features."""
+    G: tl.constexpr = 128 // BR
     PASS: tl.constexpr = 32 // REPS
-    word = q0.to(tl.int32) | (q1.to(tl.int32) << 8) | (q2.to(tl.int32) << 16) | (q3.to(tl.int32) << 24)
-    word = tl.permute(tl.reshape(word, (REPS, PASS, C)), (2, 1, 0))
-    word = tl.reshape(word, (C, 32))
+    C2: tl.constexpr = w0.shape[1]
+    if DTYPE == tl.bfloat16 and not INTERPRETED:
+        m = max_u16x2(
+            max_u16x2(w0 & 0x7FFF7FFF, w1 & 0x7FFF7FFF), max_u16x2(w2 & 0x7FFF7FFF, w3 & 0x7FFF7FFF)
+        )  # fmt: skip
+        m = tl.reduce(tl.reshape(m, (REPS, PASS, C2)), 0, max_u16x2)
+        m = tl.reduce(tl.reshape(m, (G, PASS // G, C2)), 1, max_u16x2)
+        lo = m << 16
+        hi = m & -0x10000
+    else:
+        l0, h0 = unpack(w0, DTYPE)
+        l1, h1 = unpack(w1, DTYPE)
+        l2, h2 = unpack(w2, DTYPE)
+        l3, h3 = unpack(w3, DTYPE)
+        lo = max_passes(abs_bits(l0), abs_bits(l1), abs_bits(l2), abs_bits(l3), REPS)
+        hi = max_passes(abs_bits(h0), abs_bits(h1), abs_bits(h2), abs_bits(h3), REPS)
+        lo = tl.max(tl.reshape(lo, (G, PASS // G, C2)), axis=1)
+        hi = tl.max(tl.reshape(hi, (G, PASS // G, C2)), axis=1)
+    return lo, hi
+
+
+@triton.jit
+def spread(inv, REPS: tl.constexpr, C2: tl.constexpr):
+    """(G, N) per-tile factors to the (32, C2) words of a subtile."""
+    G: tl.constexpr = inv.shape[0]
+    N: tl.constexpr = inv.shape[1]
+    PASS: tl.constexpr = 32 // REPS
+    wide = tl.broadcast_to(inv[:, None, :, None], (G, PASS // G, N, C2 // N))
+    wide = tl.reshape(wide, (1, PASS, C2))
+    return tl.reshape(tl.broadcast_to(wide, (REPS, PASS, C2)), (32, C2))
+
+
+@triton.jit
+def block_bytes(lo, hi, BC: tl.constexpr, E5: tl.constexpr, FLOOR: tl.constexpr):
+    """Scale bytes of even and odd features; for BC > 1 both are the (G, C / BC) bytes of the common tile."""
+    if BC > 1:
+        m = tl.maximum(lo, hi)
+        m = tl.max(tl.reshape(m, (m.shape[0], 2 * m.shape[1] // BC, BC // 2)), axis=2)
+        byte_lo = scale_byte(m, E5, FLOOR)
+        byte_hi = byte_lo
+    else:
+        byte_lo = scale_byte(lo, E5, FLOOR)
+        byte_hi = scale_byte(hi, E5, FLOOR)
+    return byte_lo, byte_hi
+
+
+@triton.jit
+def store_transposed(lo, hi, row0, col0, K, MT, qt_ptr, REPS: tl.constexpr, WORDS: tl.constexpr):
+    """Words of four tokens, (32, C2) each for even and odd features, to (C, 128) of the transposed qdata.
+
+    Its rows are MT bytes apart. WORDS: `qt_ptr` is int32 and MT a multiple of 4, else uint8.
+    """
+    C: tl.constexpr = 2 * lo.shape[1]
+    PASS: tl.constexpr = 32 // REPS
+    word = tl.reshape(tl.join(lo, hi), (REPS, PASS, C))
+    word = tl.reshape(tl.permute(word, (2, 1, 0)), (C, 32))
     cols = col0 + tl.arange(0, C)
     if WORDS:
         tokens = row0 // 4 + tl.arange(0, 32)
@@ -206,88 +330,92 @@ def store_transposed(q0, q1, q2, q3, row0, col0, K, MT, qt_ptr, REPS: tl.constex
 
 
 @triton.jit
-def quantize4(y0, y1, y2, y3, inv, REPS: tl.constexpr, E5: tl.constexpr, FLOOR: tl.constexpr):
-    factor = spread(inv, REPS, y0.shape[1])
-    q0 = to_fp8(y0 * factor, E5, FLOOR)
-    q1 = to_fp8(y1 * factor, E5, FLOOR)
-    q2 = to_fp8(y2 * factor, E5, FLOOR)
-    q3 = to_fp8(y3 * factor, E5, FLOOR)
-    return q0, q1, q2, q3
-
-
-@triton.jit
-def store_square_row_scale(
-    byte, row0, col0, M, K, s_ptr, C: tl.constexpr, SWIZZLED: tl.constexpr, ALIGNED: tl.constexpr
-):
-    """(G, C / BC) bytes of tiles several tokens high to the row-wise scales of 128 tokens."""
+def store_square_row_scale(byte, row0, col0, M, K2, s_ptr, W: tl.constexpr, SWIZZLED: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
+    """(G, C / BC) bytes of tiles several tokens high to the row-wise scales of 128 tokens, W words each."""
     G: tl.constexpr = byte.shape[0]
-    N: tl.constexpr = byte.shape[1]
-    W: tl.constexpr = C // 128
-    words = pack_bytes(byte, W, N * 32 != C)
+    words = pack_bytes(byte, W, byte.shape[1] == W)
     words = tl.reshape(tl.broadcast_to(words[:, None, :], (G, 128 // G, W)), (128, W))
     r = row0 + tl.arange(0, 128)
     c = col0 // 32 + 4 * tl.arange(0, W)
-    store_scale(s_ptr, words, r[:, None], c[None, :], M, K // 32, SWIZZLED, ALIGNED)
+    store_scale(s_ptr, words, r[:, None], c[None, :], M, K2 // 16, SWIZZLED, ALIGNED)
 
 
 @triton.jit
-def store_col_scale(byte, row0, col0, MT, K, st_ptr, C: tl.constexpr, SWIZZLED: tl.constexpr, ALIGNED: tl.constexpr):
-    """(G, C / BC) bytes to the scales of the transposed qdata: one word of four token blocks per feature."""
-    G: tl.constexpr = byte.shape[0]
-    N: tl.constexpr = byte.shape[1]
-    if G == 1:
-        words = tl.reshape(byte, (N,)) * 0x01010101
+def token_words(byte):
+    """(G, N) bytes to (N,) words of the four token blocks."""
+    if byte.shape[0] == 1:
+        words = tl.reshape(byte, (byte.shape[1],)) * 0x01010101
     else:
         words = tl.sum(byte << (tl.arange(0, 4) * 8)[:, None], axis=0)
-    words = tl.reshape(tl.broadcast_to(words[:, None], (N, C // N)), (C, 1))
+    return words
+
+
+@triton.jit
+def store_col_scale(
+    lo, hi, row0, col0, MT, K, st_ptr, C: tl.constexpr, SWIZZLED: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """`block_bytes` to the scales of the transposed qdata: one word of four token blocks per feature."""
+    N: tl.constexpr = lo.shape[1]
+    words = tl.join(token_words(lo), token_words(hi))
+    words = tl.reshape(tl.broadcast_to(words[:, None, :], (N, C // (2 * N), 2)), (C, 1))
     r = col0 + tl.arange(0, C)
     c = (row0 // 32 + 4 * tl.arange(0, 1)).to(tl.int32)
     store_scale(st_ptr, words, r[:, None], c[None, :], K, (MT + 31) // 32, SWIZZLED, ALIGNED)
 
 
 @triton.jit
+def scaled_row(w, inv, DTYPE: tl.constexpr, E5: tl.constexpr):
+    lo, hi = unpack(w, DTYPE)
+    return fp8_pair(lo * inv, hi * inv, E5)
+
+
+@triton.jit
+def scaled_columns(w0, w1, w2, w3, inv_lo, inv_hi, DTYPE: tl.constexpr, E5: tl.constexpr):
+    l0, h0 = unpack(w0, DTYPE)
+    l1, h1 = unpack(w1, DTYPE)
+    l2, h2 = unpack(w2, DTYPE)
+    l3, h3 = unpack(w3, DTYPE)
+    lo = fp8_quad(l0 * inv_lo, l1 * inv_lo, l2 * inv_lo, l3 * inv_lo, E5)
+    hi = fp8_quad(h0 * inv_hi, h1 * inv_hi, h2 * inv_hi, h3 * inv_hi, E5)
+    return lo, hi
+
+
+@triton.jit
 def emit_tile(
-    y0, y1, y2, y3, row0, col0, M, K, MT, q_ptr, s_ptr, qt_ptr, st_ptr,
+    w0, w1, w2, w3, row0, col0, M, K2, MT, q_ptr, s_ptr, qt_ptr, st_ptr, DTYPE: tl.constexpr,
     R_BR: tl.constexpr, R_BC: tl.constexpr, R_E5: tl.constexpr, R_FLOOR: tl.constexpr, R_ALIGNED: tl.constexpr,
     C_BR: tl.constexpr, C_BC: tl.constexpr, C_E5: tl.constexpr, C_FLOOR: tl.constexpr, C_ALIGNED: tl.constexpr,
-    WORDS: tl.constexpr, SHARED: tl.constexpr, SWIZZLED: tl.constexpr, REPS: tl.constexpr,
+    WORDS: tl.constexpr, SWIZZLED: tl.constexpr, REPS: tl.constexpr,
 ):  # fmt: skip
-    """MXFP8 of a 128 x C tile given as four (32, C) fp32 subtiles, zero past the edges, in either orientation or both.
+    """MXFP8 of 128 x C values given as four (32, C2) subtiles of words, zero past the edges, in either orientation
+    or both.
 
-    R_BR = 0: nothing row-wise; C_BR = 0: nothing transposed. SHARED: both orientations have one tile and one
-    format, so elements are rounded once. M, K: extent of qdata; MT: bytes a row of transposed qdata takes.
+    R_BR = 0: nothing row-wise; C_BR = 0: nothing transposed. M, 2 * K2: extent of qdata; MT: bytes a row of
+    transposed qdata takes.
     """
-    C: tl.constexpr = y0.shape[1]
-    PASS: tl.constexpr = 32 // REPS
+    C2: tl.constexpr = w0.shape[1]
+    r0, r1, r2, r3 = row_index(0, REPS), row_index(1, REPS), row_index(2, REPS), row_index(3, REPS)
     if R_BR == 1:
-        emit_rows(
-            y0, row_index(0, REPS), row0, col0, M, K, q_ptr, s_ptr, R_BC, R_E5, R_FLOOR, SWIZZLED, R_ALIGNED
-        )  # fmt: skip
-        emit_rows(
-            y1, row_index(1, REPS), row0, col0, M, K, q_ptr, s_ptr, R_BC, R_E5, R_FLOOR, SWIZZLED, R_ALIGNED
-        )  # fmt: skip
-        emit_rows(
-            y2, row_index(2, REPS), row0, col0, M, K, q_ptr, s_ptr, R_BC, R_E5, R_FLOOR, SWIZZLED, R_ALIGNED
-        )  # fmt: skip
-        emit_rows(
-            y3, row_index(3, REPS), row0, col0, M, K, q_ptr, s_ptr, R_BC, R_E5, R_FLOOR, SWIZZLED, R_ALIGNED
-        )  # fmt: skip
-    if C_BR > 0 or R_BR > 1:
-        m = tl.maximum(tl.maximum(abs_bits(y0), abs_bits(y1)), tl.maximum(abs_bits(y2), abs_bits(y3)))
-        m = tl.max(tl.reshape(m, (REPS, PASS, C)), axis=0)
-        if R_BR > 1:
-            byte = scale_byte(block_amax(m, R_BR, R_BC), R_E5, R_FLOOR)
-            q0, q1, q2, q3 = quantize4(y0, y1, y2, y3, reciprocal(byte), REPS, R_E5, R_FLOOR)
-            store_rows(q0, row_index(0, REPS), row0, col0, M, K, q_ptr)
-            store_rows(q1, row_index(1, REPS), row0, col0, M, K, q_ptr)
-            store_rows(q2, row_index(2, REPS), row0, col0, M, K, q_ptr)
-            store_rows(q3, row_index(3, REPS), row0, col0, M, K, q_ptr)
-            store_square_row_scale(byte, row0, col0, M, K, s_ptr, C, SWIZZLED, R_ALIGNED)
-            if SHARED:
-                store_transposed(q0, q1, q2, q3, row0, col0, K, MT, qt_ptr, REPS, WORDS)
-                store_col_scale(byte, row0, col0, MT, K, st_ptr, C, SWIZZLED, C_ALIGNED)
-        if C_BR > 0 and not SHARED:
-            byte = scale_byte(block_amax(m, C_BR, C_BC), C_E5, C_FLOOR)
-            q0, q1, q2, q3 = quantize4(y0, y1, y2, y3, reciprocal(byte), REPS, C_E5, C_FLOOR)
-            store_transposed(q0, q1, q2, q3, row0, col0, K, MT, qt_ptr, REPS, WORDS)
-            store_col_scale(byte, row0, col0, MT, K, st_ptr, C, SWIZZLED, C_ALIGNED)
+        emit_rows(w0, r0, row0, col0, M, K2, q_ptr, s_ptr, DTYPE, R_BC, R_E5, R_FLOOR, SWIZZLED, R_ALIGNED)
+        emit_rows(w1, r1, row0, col0, M, K2, q_ptr, s_ptr, DTYPE, R_BC, R_E5, R_FLOOR, SWIZZLED, R_ALIGNED)
+        emit_rows(w2, r2, row0, col0, M, K2, q_ptr, s_ptr, DTYPE, R_BC, R_E5, R_FLOOR, SWIZZLED, R_ALIGNED)
+        emit_rows(w3, r3, row0, col0, M, K2, q_ptr, s_ptr, DTYPE, R_BC, R_E5, R_FLOOR, SWIZZLED, R_ALIGNED)
+    if R_BR > 1:
+        lo, hi = column_amax(w0, w1, w2, w3, R_BR, DTYPE, REPS)
+        byte, same = block_bytes(lo, hi, R_BC, R_E5, R_FLOOR)
+        inv = spread(reciprocal(byte), REPS, C2)
+        store_rows(scaled_row(w0, inv, DTYPE, R_E5), r0, row0, col0, M, K2, q_ptr)
+        store_rows(scaled_row(w1, inv, DTYPE, R_E5), r1, row0, col0, M, K2, q_ptr)
+        store_rows(scaled_row(w2, inv, DTYPE, R_E5), r2, row0, col0, M, K2, q_ptr)
+        store_rows(scaled_row(w3, inv, DTYPE, R_E5), r3, row0, col0, M, K2, q_ptr)
+        store_square_row_scale(byte, row0, col0, M, K2, s_ptr, C2 // 64, SWIZZLED, R_ALIGNED)
+    if C_BR > 0:
+        lo, hi = column_amax(w0, w1, w2, w3, C_BR, DTYPE, REPS)
+        byte_lo, byte_hi = block_bytes(lo, hi, C_BC, C_E5, C_FLOOR)
+        inv_lo = spread(reciprocal(byte_lo), REPS, C2)
+        inv_hi = inv_lo
+        if C_BC == 1:
+            inv_hi = spread(reciprocal(byte_hi), REPS, C2)
+        q_lo, q_hi = scaled_columns(w0, w1, w2, w3, inv_lo, inv_hi, DTYPE, C_E5)
+        store_transposed(q_lo, q_hi, row0, col0, K2 * 2, MT, qt_ptr, REPS, WORDS)
+        store_col_scale(byte_lo, byte_hi, row0, col0, MT, K2 * 2, st_ptr, 2 * C2, SWIZZLED, C_ALIGNED)

@@ -19,8 +19,15 @@ CHUNK = tl.constexpr(128)
 
 @triton.jit
 def chunk_sums(x):
-    """x (R, C) to (R, C / 128): the sum of each chunk."""
-    return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // CHUNK, CHUNK)), axis=2)
+    """x (R, C / 2), a word's two values already added, to (R, C / 128): the sum of each chunk."""
+    return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 64, 64)), axis=2)
+
+
+@triton.jit
+def over_chunk(x, C2: tl.constexpr):
+    """(R, C2 / 64) values of chunks to the (R, C2) words of the row."""
+    R: tl.constexpr = x.shape[0]
+    return tl.reshape(tl.broadcast_to(x[:, :, None], (R, C2 // 64, 64)), (R, C2))
 
 
 @triton.jit
@@ -28,8 +35,7 @@ def tree_sum(x, LOG2: tl.constexpr):
     """Sum over the last dim, of length 2**LOG2, pairing neighbors. x is 2-D."""
     R: tl.constexpr = x.shape[0]
     for k in tl.static_range(LOG2):
-        HALF: tl.constexpr = 1 << (LOG2 - 1 - k)
-        even, odd = tl.split(tl.reshape(x, (R, HALF, 2)))
+        even, odd = tl.split(tl.reshape(x, (R, 1 << (LOG2 - 1 - k), 2)))
         x = even + odd
     return tl.reshape(x, (R,))
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from .scale_layout import swizzled_numel
@@ -17,6 +18,7 @@ from .spec import Elem, QuantSpec, Rounding, ScaleRounding
 
 TOKENS = 128
 LANES = 32
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,27 +108,25 @@ def plan_emission(
     none = torch.empty(0, dtype=torch.uint8, device=device)
     stride_t = padded_tokens(rows, pad_tokens)
     outputs, pointers = [none] * 4, [none] * 4
-    words = stride_t % 4 == 0
+    whole = stride_t % 4 == 0
     flags: dict[str, Any] = {
         **_orientation("R", None if rowwise is None else (*rowwise.tile,), rowwise),
         **_orientation("C", None if colwise is None else (colwise.tile[1], colwise.tile[0]), colwise),
-        "R_ALIGNED": swizzled or cols % 128 == 0,
-        "C_ALIGNED": swizzled or (words and -(-stride_t // 32) % 4 == 0),
-        "WORDS": words,
+        "R_ALIGNED": cols % 128 == 0,
+        "C_ALIGNED": whole and -(-stride_t // 32) % 4 == 0,
+        "WORDS": whole,
         "SWIZZLED": swizzled,
     }
-    flags["SHARED"] = rowwise is not None and all(
-        flags[f"R_{name}"] == flags[f"C_{name}"] for name in ("BR", "BC", "E5", "FLOOR")
-    )
     if rowwise is not None:
-        outputs[0] = pointers[0] = torch.empty(rows, cols, dtype=torch.uint8, device=device)
+        outputs[0] = torch.empty(rows, cols, dtype=torch.uint8, device=device)
+        pointers[0] = outputs[0].view(torch.int16)
         outputs[1] = _empty_scale(rows, cols // 32, swizzled, device)
-        pointers[1] = _as_words(outputs[1], flags["R_ALIGNED"])
+        pointers[1] = _as_words(outputs[1], swizzled or flags["R_ALIGNED"])
     if colwise is not None:
         outputs[2] = torch.empty(cols, stride_t, dtype=torch.uint8, device=device)
-        pointers[2] = _as_words(outputs[2], words)
+        pointers[2] = _as_words(outputs[2], whole)
         outputs[3] = _empty_scale(cols, -(-stride_t // 32), swizzled, device)
-        pointers[3] = _as_words(outputs[3], flags["C_ALIGNED"])
+        pointers[3] = _as_words(outputs[3], swizzled or flags["C_ALIGNED"])
     return Emission(tuple(outputs), tuple(pointers), flags, stride_t)  # pyright: ignore[reportArgumentType]
 
 
@@ -158,10 +158,18 @@ def check_features(op: str, features: int) -> None:
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """x with unit stride along the features and rows a multiple of 8 elements apart: a copy only if need be."""
-    if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.stride(0) >= x.shape[1]:
+    """x with unit stride along the features and 16-byte aligned rows: a copy only if need be."""
+    aligned = x.stride(0) % 8 == 0 and x.storage_offset() % 8 == 0
+    if x.stride(1) == 1 and aligned and x.stride(0) >= x.shape[1]:
         return x
-    return x.contiguous()
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def words(x: Tensor) -> Tensor:
+    """x as words of two neighboring features; see `_device`."""
+    if x.storage_offset() % 2:
+        x = x.clone()
+    return x.view(torch.int64 if x.element_size() == 4 else torch.int32)
 
 
 def _orientation(prefix: str, tile: tuple[int, int] | None, spec: QuantSpec | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from ._device import emit_rows, emit_tile, round_to, row_index, store_rows
+from ._device import emit_rows, emit_tile, load_words, pack, row_index, store_rows, unpack
 from ._row_stats import (
     announce_chunk,
     await_chunks,
@@ -25,13 +25,14 @@ from ._row_stats import (
     chunk_sums,
     get_chunks,
     merge_stats,
+    over_chunk,
     put_chunk,
     split4,
     sum_strips_kernel,
     tree_sum,
 )
-from .launch import Emission, dense_rows, next_power_of_2, plan_emission
-from .quantize import load_subtile, quantize_both
+from .launch import DTYPES, Emission, dense_rows, next_power_of_2, plan_emission, words
+from .quantize import quantize_both
 from .reference_ops import NORM_KINDS, check_kind, check_matrix, check_same, empty
 from .spec import QuantSpec
 
@@ -39,132 +40,134 @@ SCALARS = ["M", "K8", "LD8", "LDR8", "MT", "eps"]
 
 
 @triton.jit
-def load_feature(ptr, cols, K, default, PRESENT: tl.constexpr):
-    """(C,) fp32 of a weight or bias, `default` when there is none."""
+def load_feature(ptr, col0, K2, default, PRESENT: tl.constexpr, DTYPE: tl.constexpr, C2: tl.constexpr):
+    """(1, C2) fp32 of the even and the odd entries of a weight or bias, `default` when there is none."""
     if PRESENT:
-        value = tl.load(ptr + cols, mask=cols < K, other=0.0).to(tl.float32)
+        cols = col0 // 2 + tl.arange(0, C2)
+        lo, hi = unpack(tl.load(ptr + cols, mask=cols < K2, other=0), DTYPE)
+        lo, hi = lo[None, :], hi[None, :]
     else:
-        value = tl.full((cols.shape[0],), default, tl.float32)
-    return value
+        lo = tl.full((1, C2), default, tl.float32)
+        hi = lo
+    return lo, hi
 
 
 @triton.jit
-def add_residual(x, res, RES: tl.constexpr):
-    if RES:
-        x = round_to(x.to(tl.float32) + res.to(tl.float32), x.dtype)
-    return x
+def add_residual(w, res, DTYPE: tl.constexpr):
+    x_lo, x_hi = unpack(w, DTYPE)
+    r_lo, r_hi = unpack(res, DTYPE)
+    return pack(x_lo + r_lo, x_hi + r_hi, DTYPE)
 
 
 @triton.jit
-def sum_chunk(h, K, col0, cols, LAYER: tl.constexpr):
-    """(total, square) of the single chunk h (R, 128), each (R, 1)."""
-    h = h.to(tl.float32)
+def row_sums(h, count, present, LAYER: tl.constexpr, DTYPE: tl.constexpr):
+    """(total, square), each (R, chunks), of h (R, C2) words; see `merge_stats`.
+
+    count: (1, chunks) features of each chunk; present: (1, C2) whether a word is inside the row.
+    """
+    lo, hi = unpack(h, DTYPE)
     if LAYER:
-        total = chunk_sums(h)
-        count = tl.minimum(tl.maximum(K - col0, 1), 128).to(tl.float32)
-        centered = tl.where((cols < K)[None, :], h - total / count, 0.0)
-        square = chunk_sums(centered * centered)
+        total = chunk_sums(lo + hi)
+        mean = over_chunk(total / count, h.shape[1])
+        lo = tl.where(present, lo - mean, 0.0)
+        hi = tl.where(present, hi - mean, 0.0)
+        square = chunk_sums(tl.fma(hi, hi, lo * lo))
     else:
-        square = chunk_sums(h * h)
+        square = chunk_sums(tl.fma(hi, hi, lo * lo))
         total = square
     return total, square
 
 
 @triton.jit
-def normalize(h, mean, rstd, w, b, row_ok, LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
-    y = h.to(tl.float32)
+def normalize(
+    h, mean, rstd, w_lo, w_hi, b_lo, b_hi, row_ok,
+    LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr, HIGH: tl.constexpr,
+):  # fmt: skip
+    """Words of y, rounded to HIGH, zero past the last token."""
+    lo, hi = unpack(h, DTYPE)
     if LAYER:
-        y = y - mean[:, None]
-    y = y * rstd[:, None]
+        lo, hi = lo - mean[:, None], hi - mean[:, None]
+    lo, hi = lo * rstd[:, None], hi * rstd[:, None]
     if WEIGHT:
-        y = y * w[None, :]
+        lo, hi = lo * w_lo, hi * w_hi
     if BIAS:
-        y = tl.where(row_ok[:, None], y + b[None, :], 0.0)
-    return y
+        lo, hi = tl.where(row_ok[:, None], lo + b_lo, 0.0), tl.where(row_ok[:, None], hi + b_hi, 0.0)
+    return pack(lo, hi, HIGH)
 
 
 @triton.jit(do_not_specialize=SCALARS)
 def norm_rows_kernel(
     x_ptr, res_ptr, w_ptr, b_ptr, y_ptr, h_ptr, q_ptr, s_ptr, mean_ptr, rstd_ptr, M, K8, LD8, LDR8, eps,
-    LAYER: tl.constexpr, RES: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, HIGH: tl.constexpr,
+    LAYER: tl.constexpr, RES: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, EMIT_HIGH: tl.constexpr,
+    DTYPE: tl.constexpr, HIGH: tl.constexpr, W_DTYPE: tl.constexpr, B_DTYPE: tl.constexpr,
     R_BR: tl.constexpr, R_BC: tl.constexpr, R_E5: tl.constexpr, R_FLOOR: tl.constexpr, R_ALIGNED: tl.constexpr,
     SWIZZLED: tl.constexpr, R: tl.constexpr, C: tl.constexpr, LOG2: tl.constexpr,
 ):  # fmt: skip
     """R whole rows, C >= K a power of two, 2**LOG2 = C / 128."""
-    K = K8 * 8
+    K2 = K8 * 4
     row0 = tl.program_id(0).to(tl.int64) * R
     rows = tl.arange(0, R)
-    cols = tl.arange(0, C)
     row_ok = (row0 + rows) < M
-    mask = row_ok[:, None] & (cols < K)[None, :]
-    h = tl.load(x_ptr + row0 * (LD8 * 8) + rows[:, None] * (LD8 * 8) + cols[None, :], mask=mask, other=0.0)
+    h = load_words(x_ptr, rows, row0, 0, M, K2, LD8 * 4, C // 2)
     if RES:
-        at = res_ptr + row0 * (LDR8 * 8) + rows[:, None] * (LDR8 * 8) + cols[None, :]
-        h = add_residual(h, tl.load(at, mask=mask, other=0.0), RES)
-        store_rows(h, rows, row0, 0, M, K, h_ptr)
-    w = load_feature(w_ptr, cols, K, 1.0, WEIGHT)
-    b = load_feature(b_ptr, cols, K, 0.0, BIAS)
-    wide = h.to(tl.float32)
-    if LAYER:
-        total = chunk_sums(wide)
-        centered = tl.reshape(wide, (R, C // 128, 128)) - (total / chunk_count(C // 128, K))[:, :, None]
-        centered = tl.where((cols < K)[None, :], tl.reshape(centered, (R, C)), 0.0)
-        square = chunk_sums(centered * centered)
-    else:
-        square = chunk_sums(wide * wide)
-        total = square
-    mean, rstd = merge_stats(total, square, K, eps, LAYER, LOG2)
+        h = add_residual(h, load_words(res_ptr, rows, row0, 0, M, K2, LDR8 * 4, C // 2), DTYPE)
+        store_rows(h, rows, row0, 0, M, K2, h_ptr)
+    w_lo, w_hi = load_feature(w_ptr, 0, K2, 1.0, WEIGHT, W_DTYPE, C // 2)
+    b_lo, b_hi = load_feature(b_ptr, 0, K2, 0.0, BIAS, B_DTYPE, C // 2)
+    present = (tl.arange(0, C // 2) < K2)[None, :]
+    total, square = row_sums(h, chunk_count(C // 128, K8 * 8), present, LAYER, DTYPE)
+    mean, rstd = merge_stats(total, square, K8 * 8, eps, LAYER, LOG2)
     if LAYER:
         tl.store(mean_ptr + row0 + rows, mean, mask=row_ok)
     tl.store(rstd_ptr + row0 + rows, rstd, mask=row_ok)
-    high: tl.constexpr = y_ptr.dtype.element_ty
-    y = round_to(normalize(h, mean, rstd, w, b, row_ok, LAYER, WEIGHT, BIAS), high)
-    if HIGH:
-        store_rows(y, rows, row0, 0, M, K, y_ptr)
+    y = normalize(h, mean, rstd, w_lo, w_hi, b_lo, b_hi, row_ok, LAYER, WEIGHT, BIAS, DTYPE, HIGH)
+    if EMIT_HIGH:
+        store_rows(y, rows, row0, 0, M, K2, y_ptr)
     if R_BR == 1:
-        emit_rows(y.to(tl.float32), rows, row0, 0, M, K, q_ptr, s_ptr, R_BC, R_E5, R_FLOOR, SWIZZLED, R_ALIGNED)
+        emit_rows(y, rows, row0, 0, M, K2, q_ptr, s_ptr, HIGH, R_BC, R_E5, R_FLOOR, SWIZZLED, R_ALIGNED)
 
 
 @triton.jit(do_not_specialize=SCALARS)
 def norm_tile_kernel(
     x_ptr, res_ptr, w_ptr, b_ptr, y_ptr, h_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, mean_ptr, rstd_ptr,
     total_ptr, square_ptr, counter_ptr, M, K8, LD8, LDR8, MT, eps,
-    LAYER: tl.constexpr, RES: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, HIGH: tl.constexpr,
+    LAYER: tl.constexpr, RES: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, EMIT_HIGH: tl.constexpr,
+    DTYPE: tl.constexpr, HIGH: tl.constexpr, W_DTYPE: tl.constexpr, B_DTYPE: tl.constexpr,
     R_BR: tl.constexpr, R_BC: tl.constexpr, R_E5: tl.constexpr, R_FLOOR: tl.constexpr, R_ALIGNED: tl.constexpr,
     C_BR: tl.constexpr, C_BC: tl.constexpr, C_E5: tl.constexpr, C_FLOOR: tl.constexpr, C_ALIGNED: tl.constexpr,
-    WORDS: tl.constexpr, SHARED: tl.constexpr, SWIZZLED: tl.constexpr, REPS: tl.constexpr, LOG2: tl.constexpr,
-    STAGE: tl.constexpr,
+    WORDS: tl.constexpr, SWIZZLED: tl.constexpr, REPS: tl.constexpr, LOG2: tl.constexpr, STAGE: tl.constexpr,
 ):  # fmt: skip
     """128 tokens x 128 features; 2**LOG2 chunks a row. STAGE 0: all; 1: row sums alone; 2: the rest, given them."""
-    K = K8 * 8
+    K2 = K8 * 4
     NCP: tl.constexpr = 1 << LOG2
-    chunks = tl.cdiv(K, 128)
+    chunks = tl.cdiv(K8, 16)
     strip = tl.program_id(0) // chunks
     chunk = tl.program_id(0) % chunks
     row0 = strip.to(tl.int64) * 128
     col0 = chunk * 128
-    cols = col0 + tl.arange(0, 128)
     r0, r1, r2, r3 = row_index(0, REPS), row_index(1, REPS), row_index(2, REPS), row_index(3, REPS)
-    h0 = load_subtile(x_ptr, 0, row0, col0, M, K, LD8 * 8, 128, REPS)
-    h1 = load_subtile(x_ptr, 1, row0, col0, M, K, LD8 * 8, 128, REPS)
-    h2 = load_subtile(x_ptr, 2, row0, col0, M, K, LD8 * 8, 128, REPS)
-    h3 = load_subtile(x_ptr, 3, row0, col0, M, K, LD8 * 8, 128, REPS)
+    h0 = load_words(x_ptr, r0, row0, col0, M, K2, LD8 * 4, 64)
+    h1 = load_words(x_ptr, r1, row0, col0, M, K2, LD8 * 4, 64)
+    h2 = load_words(x_ptr, r2, row0, col0, M, K2, LD8 * 4, 64)
+    h3 = load_words(x_ptr, r3, row0, col0, M, K2, LD8 * 4, 64)
     if RES:
-        h0 = add_residual(h0, load_subtile(res_ptr, 0, row0, col0, M, K, LDR8 * 8, 128, REPS), RES)
-        h1 = add_residual(h1, load_subtile(res_ptr, 1, row0, col0, M, K, LDR8 * 8, 128, REPS), RES)
-        h2 = add_residual(h2, load_subtile(res_ptr, 2, row0, col0, M, K, LDR8 * 8, 128, REPS), RES)
-        h3 = add_residual(h3, load_subtile(res_ptr, 3, row0, col0, M, K, LDR8 * 8, 128, REPS), RES)
-        store_rows(h0, r0, row0, col0, M, K, h_ptr)
-        store_rows(h1, r1, row0, col0, M, K, h_ptr)
-        store_rows(h2, r2, row0, col0, M, K, h_ptr)
-        store_rows(h3, r3, row0, col0, M, K, h_ptr)
-    w = load_feature(w_ptr, cols, K, 1.0, WEIGHT)
-    b = load_feature(b_ptr, cols, K, 0.0, BIAS)
+        h0 = add_residual(h0, load_words(res_ptr, r0, row0, col0, M, K2, LDR8 * 4, 64), DTYPE)
+        h1 = add_residual(h1, load_words(res_ptr, r1, row0, col0, M, K2, LDR8 * 4, 64), DTYPE)
+        h2 = add_residual(h2, load_words(res_ptr, r2, row0, col0, M, K2, LDR8 * 4, 64), DTYPE)
+        h3 = add_residual(h3, load_words(res_ptr, r3, row0, col0, M, K2, LDR8 * 4, 64), DTYPE)
+        store_rows(h0, r0, row0, col0, M, K2, h_ptr)
+        store_rows(h1, r1, row0, col0, M, K2, h_ptr)
+        store_rows(h2, r2, row0, col0, M, K2, h_ptr)
+        store_rows(h3, r3, row0, col0, M, K2, h_ptr)
+    w_lo, w_hi = load_feature(w_ptr, col0, K2, 1.0, WEIGHT, W_DTYPE, 64)
+    b_lo, b_hi = load_feature(b_ptr, col0, K2, 0.0, BIAS, B_DTYPE, 64)
     if STAGE < 2:
-        t0, s0 = sum_chunk(h0, K, col0, cols, LAYER)
-        t1, s1 = sum_chunk(h1, K, col0, cols, LAYER)
-        t2, s2 = sum_chunk(h2, K, col0, cols, LAYER)
-        t3, s3 = sum_chunk(h3, K, col0, cols, LAYER)
+        count = tl.minimum(K8 * 8 - (col0 + tl.arange(0, 1)[None, :]), 128).to(tl.float32)
+        present = (col0 // 2 + tl.arange(0, 64) < K2)[None, :]
+        t0, s0 = row_sums(h0, count, present, LAYER, DTYPE)
+        t1, s1 = row_sums(h1, count, present, LAYER, DTYPE)
+        t2, s2 = row_sums(h2, count, present, LAYER, DTYPE)
+        t3, s3 = row_sums(h3, count, present, LAYER, DTYPE)
         put_chunk(square_ptr, s0, strip, chunk, r0, NCP)
         put_chunk(square_ptr, s1, strip, chunk, r1, NCP)
         put_chunk(square_ptr, s2, strip, chunk, r2, NCP)
@@ -182,36 +185,35 @@ def norm_tile_kernel(
         total = square
         if LAYER:
             total, rows = get_chunks(total_ptr, strip, chunks, REPS, NCP)
-        mean, rstd = merge_stats(total, square, K, eps, LAYER, LOG2)
+        mean, rstd = merge_stats(total, square, K8 * 8, eps, LAYER, LOG2)
         first = (row0 + rows) < tl.where(chunk == 0, M, 0)
         tl.store(rstd_ptr + row0 + rows, rstd, mask=first)
-        m0, m1, m2, m3 = split4(mean)
+        i0, i1, i2, i3 = split4(rstd)
+        m0, m1, m2, m3 = i0, i1, i2, i3
         if LAYER:
             tl.store(mean_ptr + row0 + rows, mean, mask=first)
-        i0, i1, i2, i3 = split4(rstd)
-        high: tl.constexpr = y_ptr.dtype.element_ty
-        y0 = round_to(normalize(h0, m0, i0, w, b, (row0 + r0) < M, LAYER, WEIGHT, BIAS), high)
-        y1 = round_to(normalize(h1, m1, i1, w, b, (row0 + r1) < M, LAYER, WEIGHT, BIAS), high)
-        y2 = round_to(normalize(h2, m2, i2, w, b, (row0 + r2) < M, LAYER, WEIGHT, BIAS), high)
-        y3 = round_to(normalize(h3, m3, i3, w, b, (row0 + r3) < M, LAYER, WEIGHT, BIAS), high)
-        if HIGH:
-            store_rows(y0, r0, row0, col0, M, K, y_ptr)
-            store_rows(y1, r1, row0, col0, M, K, y_ptr)
-            store_rows(y2, r2, row0, col0, M, K, y_ptr)
-            store_rows(y3, r3, row0, col0, M, K, y_ptr)
+            m0, m1, m2, m3 = split4(mean)
+        y0 = normalize(h0, m0, i0, w_lo, w_hi, b_lo, b_hi, (row0 + r0) < M, LAYER, WEIGHT, BIAS, DTYPE, HIGH)
+        y1 = normalize(h1, m1, i1, w_lo, w_hi, b_lo, b_hi, (row0 + r1) < M, LAYER, WEIGHT, BIAS, DTYPE, HIGH)
+        y2 = normalize(h2, m2, i2, w_lo, w_hi, b_lo, b_hi, (row0 + r2) < M, LAYER, WEIGHT, BIAS, DTYPE, HIGH)
+        y3 = normalize(h3, m3, i3, w_lo, w_hi, b_lo, b_hi, (row0 + r3) < M, LAYER, WEIGHT, BIAS, DTYPE, HIGH)
+        if EMIT_HIGH:
+            store_rows(y0, r0, row0, col0, M, K2, y_ptr)
+            store_rows(y1, r1, row0, col0, M, K2, y_ptr)
+            store_rows(y2, r2, row0, col0, M, K2, y_ptr)
+            store_rows(y3, r3, row0, col0, M, K2, y_ptr)
         emit_tile(
-            y0.to(tl.float32), y1.to(tl.float32), y2.to(tl.float32), y3.to(tl.float32),
-            row0, col0, M, K, MT, q_ptr, s_ptr, qt_ptr, st_ptr, R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED,
-            C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, WORDS, SHARED, SWIZZLED, REPS,
+            y0, y1, y2, y3, row0, col0, M, K2, MT, q_ptr, s_ptr, qt_ptr, st_ptr, HIGH,
+            R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, WORDS, SWIZZLED, REPS,
         )  # fmt: skip
 
 
 @triton.jit
-def normalized(h, mean, rstd, LAYER: tl.constexpr):
-    n = h.to(tl.float32)
+def normalized(h, mean, rstd, LAYER: tl.constexpr, DTYPE: tl.constexpr):
+    lo, hi = unpack(h, DTYPE)
     if LAYER:
-        n = n - mean[:, None]
-    return n * rstd[:, None]
+        lo, hi = lo - mean[:, None], hi - mean[:, None]
+    return lo * rstd[:, None], hi * rstd[:, None]
 
 
 @triton.jit
@@ -220,20 +222,56 @@ def row_stat(ptr, row0, rows, M):
 
 
 @triton.jit
-def grad_input(
-    grad, h, mean, rstd, w, dot, sum_g, res_ptr, j: tl.constexpr, row0, col0, M, K, LDR,
-    LAYER: tl.constexpr, RES: tl.constexpr, REPS: tl.constexpr,
-):  # fmt: skip
-    """dx of subtile j, rounded to h's dtype; dot and sum_g are means over the row."""
-    dx = grad.to(tl.float32) * w[None, :] - normalized(h, mean, rstd, LAYER) * dot[:, None]
-    if LAYER:
-        dx = dx - sum_g[:, None]
-    dx = dx * rstd[:, None]
-    if RES:
-        dx = dx + load_subtile(res_ptr, j, row0, col0, M, K, LDR, 128, REPS).to(tl.float32)
+def backward_sums(
+    g, h, mean, rstd, w_lo, w_hi, LAYER: tl.constexpr, WEIGHT: tl.constexpr, DTYPE: tl.constexpr, G_DTYPE: tl.constexpr
+):
+    """Chunk sums of `g n w` and `g w` for each row, and the summands `g n` and `g` of the sums over tokens."""
+    n_lo, n_hi = normalized(h, mean, rstd, LAYER, DTYPE)
+    g_lo, g_hi = unpack(g, G_DTYPE)
+    p_lo, p_hi = g_lo * n_lo, g_hi * n_hi
+    if WEIGHT:
+        dot = chunk_sums(tl.fma(p_hi, w_hi, p_lo * w_lo))
+        total = chunk_sums(tl.fma(g_hi, w_hi, g_lo * w_lo)) if LAYER else dot
+    else:
+        dot = chunk_sums(p_lo + p_hi)
+        total = chunk_sums(g_lo + g_hi) if LAYER else dot
+    return dot, total, p_lo, p_hi, g_lo, g_hi
+
+
+@triton.jit
+def token_sum(a, b, c, d):
+    return tl.sum((a + b) + (c + d), axis=0)
+
+
+@triton.jit
+def store_token_sums(ptr, lo, hi, col0, K):
     cols = col0 + tl.arange(0, 128)
-    inside = ((row0 + row_index(j, REPS)) < M)[:, None] & (cols < K)[None, :]
-    return round_to(tl.where(inside, dx, 0.0), h.dtype)
+    tl.store(ptr + cols, tl.reshape(tl.join(lo, hi), (128,)), mask=cols < K)
+
+
+@triton.jit
+def grad_input(
+    g, h, mean, rstd, w_lo, w_hi, dot, total, res_ptr, rows, row0, col0, M, K2, LDR2,
+    LAYER: tl.constexpr, RES: tl.constexpr, WEIGHT: tl.constexpr,
+    DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, RES_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Words of dx of one subtile, rounded to h's dtype; dot and total are means over the row."""
+    n_lo, n_hi = normalized(h, mean, rstd, LAYER, DTYPE)
+    lo, hi = unpack(g, G_DTYPE)
+    if WEIGHT:
+        lo, hi = lo * w_lo, hi * w_hi
+    lo, hi = tl.fma(n_lo, -dot[:, None], lo), tl.fma(n_hi, -dot[:, None], hi)
+    if LAYER:
+        lo, hi = lo - total[:, None], hi - total[:, None]
+    lo, hi = lo * rstd[:, None], hi * rstd[:, None]
+    if RES:
+        r_lo, r_hi = unpack(load_words(res_ptr, rows, row0, col0, M, K2, LDR2, 64), RES_DTYPE)
+        lo, hi = lo + r_lo, hi + r_hi
+    dx = pack(lo, hi, DTYPE)
+    if LAYER:  # past the edges a row's mean gradient is left over
+        inside = ((row0 + rows) < M)[:, None] & (col0 // 2 + tl.arange(0, 64) < K2)[None, :]
+        dx = tl.where(inside, dx, 0)
+    return dx
 
 
 @triton.jit(do_not_specialize=SCALARS)
@@ -241,84 +279,94 @@ def norm_backward_kernel(
     g_ptr, h_ptr, w_ptr, mean_ptr, rstd_ptr, res_ptr, dx_ptr, partial_ptr, q_ptr, s_ptr, qt_ptr, st_ptr,
     total_ptr, dot_ptr, counter_ptr, M, K8, LDG8, LD8, LDR8, MT,
     LAYER: tl.constexpr, RES: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, W_DTYPE: tl.constexpr, RES_DTYPE: tl.constexpr,
     R_BR: tl.constexpr, R_BC: tl.constexpr, R_E5: tl.constexpr, R_FLOOR: tl.constexpr, R_ALIGNED: tl.constexpr,
     C_BR: tl.constexpr, C_BC: tl.constexpr, C_E5: tl.constexpr, C_FLOOR: tl.constexpr, C_ALIGNED: tl.constexpr,
-    WORDS: tl.constexpr, SHARED: tl.constexpr, SWIZZLED: tl.constexpr, REPS: tl.constexpr, LOG2: tl.constexpr,
-    STAGE: tl.constexpr,
+    WORDS: tl.constexpr, SWIZZLED: tl.constexpr, REPS: tl.constexpr, LOG2: tl.constexpr, STAGE: tl.constexpr,
 ):  # fmt: skip
     """As `norm_tile_kernel`. `partial` is (strips, [dweight K | dbias K])."""
-    K = K8 * 8
+    K2 = K8 * 4
     NCP: tl.constexpr = 1 << LOG2
-    chunks = tl.cdiv(K, 128)
+    chunks = tl.cdiv(K8, 16)
     strip = tl.program_id(0) // chunks
     chunk = tl.program_id(0) % chunks
     row0 = strip.to(tl.int64) * 128
     col0 = chunk * 128
-    cols = col0 + tl.arange(0, 128)
     r0, r1, r2, r3 = row_index(0, REPS), row_index(1, REPS), row_index(2, REPS), row_index(3, REPS)
-    h0 = load_subtile(h_ptr, 0, row0, col0, M, K, LD8 * 8, 128, REPS)
-    h1 = load_subtile(h_ptr, 1, row0, col0, M, K, LD8 * 8, 128, REPS)
-    h2 = load_subtile(h_ptr, 2, row0, col0, M, K, LD8 * 8, 128, REPS)
-    h3 = load_subtile(h_ptr, 3, row0, col0, M, K, LD8 * 8, 128, REPS)
-    g0 = load_subtile(g_ptr, 0, row0, col0, M, K, LDG8 * 8, 128, REPS)
-    g1 = load_subtile(g_ptr, 1, row0, col0, M, K, LDG8 * 8, 128, REPS)
-    g2 = load_subtile(g_ptr, 2, row0, col0, M, K, LDG8 * 8, 128, REPS)
-    g3 = load_subtile(g_ptr, 3, row0, col0, M, K, LDG8 * 8, 128, REPS)
-    w = load_feature(w_ptr, cols, K, 1.0, WEIGHT)
-    i0, i1, i2, i3 = (
-        row_stat(rstd_ptr, row0, r0, M), row_stat(rstd_ptr, row0, r1, M),
-        row_stat(rstd_ptr, row0, r2, M), row_stat(rstd_ptr, row0, r3, M),
-    )  # fmt: skip
+    h0 = load_words(h_ptr, r0, row0, col0, M, K2, LD8 * 4, 64)
+    h1 = load_words(h_ptr, r1, row0, col0, M, K2, LD8 * 4, 64)
+    h2 = load_words(h_ptr, r2, row0, col0, M, K2, LD8 * 4, 64)
+    h3 = load_words(h_ptr, r3, row0, col0, M, K2, LD8 * 4, 64)
+    g0 = load_words(g_ptr, r0, row0, col0, M, K2, LDG8 * 4, 64)
+    g1 = load_words(g_ptr, r1, row0, col0, M, K2, LDG8 * 4, 64)
+    g2 = load_words(g_ptr, r2, row0, col0, M, K2, LDG8 * 4, 64)
+    g3 = load_words(g_ptr, r3, row0, col0, M, K2, LDG8 * 4, 64)
+    w_lo, w_hi = load_feature(w_ptr, col0, K2, 1.0, WEIGHT, W_DTYPE, 64)
+    i0, i1 = row_stat(rstd_ptr, row0, r0, M), row_stat(rstd_ptr, row0, r1, M)
+    i2, i3 = row_stat(rstd_ptr, row0, r2, M), row_stat(rstd_ptr, row0, r3, M)
     m0, m1, m2, m3 = i0, i1, i2, i3
     if LAYER:
-        m0, m1, m2, m3 = (
-            row_stat(mean_ptr, row0, r0, M), row_stat(mean_ptr, row0, r1, M),
-            row_stat(mean_ptr, row0, r2, M), row_stat(mean_ptr, row0, r3, M),
-        )  # fmt: skip
+        m0, m1 = row_stat(mean_ptr, row0, r0, M), row_stat(mean_ptr, row0, r1, M)
+        m2, m3 = row_stat(mean_ptr, row0, r2, M), row_stat(mean_ptr, row0, r3, M)
     if STAGE < 2:
-        p0 = g0.to(tl.float32) * normalized(h0, m0, i0, LAYER)
-        p1 = g1.to(tl.float32) * normalized(h1, m1, i1, LAYER)
-        p2 = g2.to(tl.float32) * normalized(h2, m2, i2, LAYER)
-        p3 = g3.to(tl.float32) * normalized(h3, m3, i3, LAYER)
-        put_chunk(dot_ptr, chunk_sums(p0 * w[None, :]), strip, chunk, r0, NCP)
-        put_chunk(dot_ptr, chunk_sums(p1 * w[None, :]), strip, chunk, r1, NCP)
-        put_chunk(dot_ptr, chunk_sums(p2 * w[None, :]), strip, chunk, r2, NCP)
-        put_chunk(dot_ptr, chunk_sums(p3 * w[None, :]), strip, chunk, r3, NCP)
+        d0, t0, pl0, ph0, gl0, gh0 = backward_sums(g0, h0, m0, i0, w_lo, w_hi, LAYER, WEIGHT, DTYPE, G_DTYPE)
+        d1, t1, pl1, ph1, gl1, gh1 = backward_sums(g1, h1, m1, i1, w_lo, w_hi, LAYER, WEIGHT, DTYPE, G_DTYPE)
+        d2, t2, pl2, ph2, gl2, gh2 = backward_sums(g2, h2, m2, i2, w_lo, w_hi, LAYER, WEIGHT, DTYPE, G_DTYPE)
+        d3, t3, pl3, ph3, gl3, gh3 = backward_sums(g3, h3, m3, i3, w_lo, w_hi, LAYER, WEIGHT, DTYPE, G_DTYPE)
+        put_chunk(dot_ptr, d0, strip, chunk, r0, NCP)
+        put_chunk(dot_ptr, d1, strip, chunk, r1, NCP)
+        put_chunk(dot_ptr, d2, strip, chunk, r2, NCP)
+        put_chunk(dot_ptr, d3, strip, chunk, r3, NCP)
         if LAYER:
-            put_chunk(total_ptr, chunk_sums(g0.to(tl.float32) * w[None, :]), strip, chunk, r0, NCP)
-            put_chunk(total_ptr, chunk_sums(g1.to(tl.float32) * w[None, :]), strip, chunk, r1, NCP)
-            put_chunk(total_ptr, chunk_sums(g2.to(tl.float32) * w[None, :]), strip, chunk, r2, NCP)
-            put_chunk(total_ptr, chunk_sums(g3.to(tl.float32) * w[None, :]), strip, chunk, r3, NCP)
+            put_chunk(total_ptr, t0, strip, chunk, r0, NCP)
+            put_chunk(total_ptr, t1, strip, chunk, r1, NCP)
+            put_chunk(total_ptr, t2, strip, chunk, r2, NCP)
+            put_chunk(total_ptr, t3, strip, chunk, r3, NCP)
         if STAGE == 0:
             announce_chunk(counter_ptr, strip)
-        line = partial_ptr + strip.to(tl.int64) * (K * (WEIGHT + BIAS)) + cols
+        line = partial_ptr + strip.to(tl.int64) * (K8 * 8 * (WEIGHT + BIAS))
         if WEIGHT:
-            tl.store(line, tl.sum((p0 + p1) + (p2 + p3), axis=0), mask=cols < K)
+            store_token_sums(
+                line, token_sum(pl0, pl1, pl2, pl3), token_sum(ph0, ph1, ph2, ph3), col0, K8 * 8
+            )  # fmt: skip
         if BIAS:
-            shifts = (g0.to(tl.float32) + g1.to(tl.float32)) + (g2.to(tl.float32) + g3.to(tl.float32))
-            tl.store(line + K * WEIGHT, tl.sum(shifts, axis=0), mask=cols < K)
+            store_token_sums(
+                line + K8 * 8 * WEIGHT,
+                token_sum(gl0, gl1, gl2, gl3), token_sum(gh0, gh1, gh2, gh3), col0, K8 * 8,
+            )  # fmt: skip
     if STAGE == 0:
         await_chunks(counter_ptr, strip, chunks)
     if STAGE != 1:
-        features = K.to(tl.float32)
-        dot, rows = get_chunks(dot_ptr, strip, chunks, REPS, NCP)
-        d0, d1, d2, d3 = split4(tree_sum(dot, LOG2) / features)
-        e0, e1, e2, e3 = d0, d1, d2, d3
+        features = (K8 * 8).to(tl.float32)
+        dots, rows = get_chunks(dot_ptr, strip, chunks, REPS, NCP)
+        e0, e1, e2, e3 = split4(tree_sum(dots, LOG2) / features)
+        f0, f1, f2, f3 = e0, e1, e2, e3
         if LAYER:
-            total, rows = get_chunks(total_ptr, strip, chunks, REPS, NCP)
-            e0, e1, e2, e3 = split4(tree_sum(total, LOG2) / features)
-        dx0 = grad_input(g0, h0, m0, i0, w, d0, e0, res_ptr, 0, row0, col0, M, K, LDR8 * 8, LAYER, RES, REPS)
-        dx1 = grad_input(g1, h1, m1, i1, w, d1, e1, res_ptr, 1, row0, col0, M, K, LDR8 * 8, LAYER, RES, REPS)
-        dx2 = grad_input(g2, h2, m2, i2, w, d2, e2, res_ptr, 2, row0, col0, M, K, LDR8 * 8, LAYER, RES, REPS)
-        dx3 = grad_input(g3, h3, m3, i3, w, d3, e3, res_ptr, 3, row0, col0, M, K, LDR8 * 8, LAYER, RES, REPS)
-        store_rows(dx0, r0, row0, col0, M, K, dx_ptr)
-        store_rows(dx1, r1, row0, col0, M, K, dx_ptr)
-        store_rows(dx2, r2, row0, col0, M, K, dx_ptr)
-        store_rows(dx3, r3, row0, col0, M, K, dx_ptr)
+            totals, rows = get_chunks(total_ptr, strip, chunks, REPS, NCP)
+            f0, f1, f2, f3 = split4(tree_sum(totals, LOG2) / features)
+        x0 = grad_input(
+            g0, h0, m0, i0, w_lo, w_hi, e0, f0, res_ptr, r0, row0, col0, M, K2, LDR8 * 4,
+            LAYER, RES, WEIGHT, DTYPE, G_DTYPE, RES_DTYPE,
+        )  # fmt: skip
+        x1 = grad_input(
+            g1, h1, m1, i1, w_lo, w_hi, e1, f1, res_ptr, r1, row0, col0, M, K2, LDR8 * 4,
+            LAYER, RES, WEIGHT, DTYPE, G_DTYPE, RES_DTYPE,
+        )  # fmt: skip
+        x2 = grad_input(
+            g2, h2, m2, i2, w_lo, w_hi, e2, f2, res_ptr, r2, row0, col0, M, K2, LDR8 * 4,
+            LAYER, RES, WEIGHT, DTYPE, G_DTYPE, RES_DTYPE,
+        )  # fmt: skip
+        x3 = grad_input(
+            g3, h3, m3, i3, w_lo, w_hi, e3, f3, res_ptr, r3, row0, col0, M, K2, LDR8 * 4,
+            LAYER, RES, WEIGHT, DTYPE, G_DTYPE, RES_DTYPE,
+        )  # fmt: skip
+        store_rows(x0, r0, row0, col0, M, K2, dx_ptr)
+        store_rows(x1, r1, row0, col0, M, K2, dx_ptr)
+        store_rows(x2, r2, row0, col0, M, K2, dx_ptr)
+        store_rows(x3, r3, row0, col0, M, K2, dx_ptr)
         emit_tile(
-            dx0.to(tl.float32), dx1.to(tl.float32), dx2.to(tl.float32), dx3.to(tl.float32),
-            row0, col0, M, K, MT, q_ptr, s_ptr, qt_ptr, st_ptr, R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED,
-            C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, WORDS, SHARED, SWIZZLED, REPS,
+            x0, x1, x2, x3, row0, col0, M, K2, MT, q_ptr, s_ptr, qt_ptr, st_ptr, DTYPE,
+            R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, WORDS, SWIZZLED, REPS,
         )  # fmt: skip
 
 
@@ -361,7 +409,7 @@ def norm_quantize(
     plan = plan_emission(x, rows, cols, now_row, now_col, swizzled=swizzled, pad_tokens=pad_tokens)
     if rows and cols:
         flags = dict(
-            LAYER=layer, RES=residual is not None, WEIGHT=weight is not None, BIAS=bias is not None, HIGH=high
+            LAYER=layer, RES=residual is not None, WEIGHT=weight is not None, BIAS=bias is not None, EMIT_HIGH=high
         )  # fmt: skip
         _launch_forward(x, residual, weight, bias, eps, y, h, mean, rstd, plan, flags)
     outputs = list(plan.outputs)
@@ -388,12 +436,17 @@ def _launch_forward(
     x = dense_rows(x)
     residual = x if residual is None else dense_rows(residual)
     features = [x if t is None else t.contiguous() for t in (weight, bias)]
+    dtypes = dict(
+        DTYPE=DTYPES[x.dtype], HIGH=DTYPES[y.dtype], W_DTYPE=DTYPES[features[0].dtype], B_DTYPE=DTYPES[features[1].dtype]
+    )
+    read = [words(t) for t in features]
+    y = words(y)
     row = launch.norm_row_config(cols)
     if plan.rows_alone and row is not None:
         visited = -(-rows // 128) * 128 if plan.flags["SWIZZLED"] and plan.any else rows
         norm_rows_kernel[(-(-visited // row.rows),)](
-            x, residual, *features, y, h, *plan.pointers[:2], mean, rstd,
-            rows, cols // 8, x.stride(0) // 8, residual.stride(0) // 8, eps, **flags,
+            words(x), words(residual), *read, y, words(h), *plan.pointers[:2], mean, rstd,
+            rows, cols // 8, x.stride(0) // 8, residual.stride(0) // 8, eps, **flags, **dtypes,
             **{k: plan.flags[k] for k in ("R_BR", "R_BC", "R_E5", "R_FLOOR", "R_ALIGNED", "SWIZZLED")},
             R=row.rows, C=row.cols, LOG2=(row.cols // 128).bit_length() - 1,
             num_warps=row.warps, enable_fp_fusion=False,
@@ -404,8 +457,9 @@ def _launch_forward(
     for stage in scratch.stages:
         source, flags = (h, {**flags, "RES": False}) if stage == 2 and flags["RES"] else (x, flags)
         norm_tile_kernel[(scratch.programs,)](
-            source, residual, *features, y, h, *plan.pointers, mean, rstd, *scratch.sums, scratch.counter,
-            rows, cols // 8, source.stride(0) // 8, residual.stride(0) // 8, plan.stride_t, eps, **flags,
+            words(source), words(residual), *read, y, words(h), *plan.pointers, mean, rstd,
+            *scratch.sums, scratch.counter,
+            rows, cols // 8, source.stride(0) // 8, residual.stride(0) // 8, plan.stride_t, eps, **flags, **dtypes,
             **plan.flags, REPS=tile.reps(x.element_size()), LOG2=scratch.log2, STAGE=stage,
             num_warps=tile.warps, enable_fp_fusion=False, **tile.options,
         )  # fmt: skip
@@ -485,16 +539,19 @@ def _launch_backward(
     rows, cols = h.shape
     grad_y, h = dense_rows(grad_y), dense_rows(h)
     residual = h if grad_residual is None else dense_rows(grad_residual)
+    gain = h if weight is None else weight.contiguous()
     tile = launch.norm_backward_config()
     layer = kind == "layer"
     scratch = _Scratch(h, 2 if layer else 1)
     partial = torch.empty(-(-rows // 128), sums, dtype=torch.float32, device=h.device)
     for stage in scratch.stages:
         norm_backward_kernel[(scratch.programs,)](
-            grad_y, h, h if weight is None else weight.contiguous(), mean, rstd, residual, dx, partial,
+            words(grad_y), words(h), words(gain), mean, rstd, words(residual), words(dx), partial,
             *plan.pointers, *scratch.sums, scratch.counter,
             rows, cols // 8, grad_y.stride(0) // 8, h.stride(0) // 8, residual.stride(0) // 8, plan.stride_t,
             LAYER=layer, RES=grad_residual is not None, WEIGHT=weight is not None, BIAS=has_bias,
+            DTYPE=DTYPES[h.dtype], G_DTYPE=DTYPES[grad_y.dtype], W_DTYPE=DTYPES[gain.dtype],
+            RES_DTYPE=DTYPES[residual.dtype],
             **plan.flags, REPS=tile.reps(h.element_size()), LOG2=scratch.log2, STAGE=stage,
             num_warps=tile.warps, enable_fp_fusion=False, **tile.options,
         )  # fmt: skip

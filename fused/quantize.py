@@ -14,8 +14,19 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from ._device import abs_bits, emit_rows, emit_tile, reciprocal, row_index, scale_byte, store_scale, to_fp8
-from .launch import Emission, dense_rows, plan_emission
+from ._device import (
+    INTERPRETED,
+    abs_bits,
+    emit_rows,
+    emit_tile,
+    load_words,
+    reciprocal,
+    row_index,
+    scale_byte,
+    software_fp8,
+    store_scale,
+)
+from .launch import DTYPES, Emission, dense_rows, plan_emission, words
 from .reference_ops import Quantized, check_matrix
 from .spec import QuantSpec, Rounding
 
@@ -25,53 +36,49 @@ SCALARS = ["M", "K8", "LD8", "MT", "stream"]
 
 @triton.jit(do_not_specialize=SCALARS)
 def quantize_rows_kernel(
-    x_ptr, q_ptr, s_ptr, M, K8, LD8,
+    x_ptr, q_ptr, s_ptr, M, K8, LD8, DTYPE: tl.constexpr,
     BC: tl.constexpr, E5: tl.constexpr, FLOOR: tl.constexpr, SWIZZLED: tl.constexpr, ALIGNED: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    K = K8 * 8  # says "a multiple of 8", which gives 16-byte loads and 8-byte stores one layout
-    LD = LD8 * 8
-    chunks = tl.cdiv(K, C)
-    pid = tl.program_id(0)
-    row0 = (pid // chunks).to(tl.int64) * R
-    col0 = (pid % chunks) * C
+    K2 = K8 * 4  # in words; says "a multiple of 4", which keeps loads at 16 bytes
+    chunks = tl.cdiv(K8 * 8, C)
+    row0 = (tl.program_id(0) // chunks).to(tl.int64) * R
+    col0 = (tl.program_id(0) % chunks) * C
     rows = tl.arange(0, R)
-    cols = col0 + tl.arange(0, C)
-    mask = ((row0 + rows) < M)[:, None] & (cols < K)[None, :]
-    y = tl.load(x_ptr + row0 * LD + rows[:, None] * LD + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    emit_rows(y, rows, row0, col0, M, K, q_ptr, s_ptr, BC, E5, FLOOR, SWIZZLED, ALIGNED)
-
-
-@triton.jit
-def load_subtile(x_ptr, j: tl.constexpr, row0, col0, M, K, LD, C: tl.constexpr, REPS: tl.constexpr):
-    """Rows `row_index(j)` of the 128 x C tile at (row0, col0), zero past the edges, in x's dtype."""
-    rows = row_index(j, REPS)
-    cols = col0 + tl.arange(0, C)
-    mask = ((row0 + rows) < M)[:, None] & (cols < K)[None, :]
-    return tl.load(x_ptr + row0 * LD + rows[:, None] * LD + cols[None, :], mask=mask, other=0.0)
+    w = load_words(x_ptr, rows, row0, col0, M, K2, LD8 * 4, C // 2)
+    emit_rows(w, rows, row0, col0, M, K2, q_ptr, s_ptr, DTYPE, BC, E5, FLOOR, SWIZZLED, ALIGNED)
 
 
 @triton.jit(do_not_specialize=SCALARS)
 def quantize_tile_kernel(
-    x_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, M, K8, LD8, MT,
+    x_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, M, K8, LD8, MT, DTYPE: tl.constexpr,
     R_BR: tl.constexpr, R_BC: tl.constexpr, R_E5: tl.constexpr, R_FLOOR: tl.constexpr, R_ALIGNED: tl.constexpr,
     C_BR: tl.constexpr, C_BC: tl.constexpr, C_E5: tl.constexpr, C_FLOOR: tl.constexpr, C_ALIGNED: tl.constexpr,
-    WORDS: tl.constexpr, SHARED: tl.constexpr, SWIZZLED: tl.constexpr, REPS: tl.constexpr, C: tl.constexpr,
+    WORDS: tl.constexpr, SWIZZLED: tl.constexpr, REPS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    K = K8 * 8
-    LD = LD8 * 8
-    chunks = tl.cdiv(K, C)
-    pid = tl.program_id(0)
-    row0 = (pid // chunks).to(tl.int64) * 128
-    col0 = (pid % chunks) * C
-    y0 = load_subtile(x_ptr, 0, row0, col0, M, K, LD, C, REPS).to(tl.float32)
-    y1 = load_subtile(x_ptr, 1, row0, col0, M, K, LD, C, REPS).to(tl.float32)
-    y2 = load_subtile(x_ptr, 2, row0, col0, M, K, LD, C, REPS).to(tl.float32)
-    y3 = load_subtile(x_ptr, 3, row0, col0, M, K, LD, C, REPS).to(tl.float32)
+    K2 = K8 * 4
+    chunks = tl.cdiv(K8 * 8, C)
+    row0 = (tl.program_id(0) // chunks).to(tl.int64) * 128
+    col0 = (tl.program_id(0) % chunks) * C
+    w0 = load_words(x_ptr, row_index(0, REPS), row0, col0, M, K2, LD8 * 4, C // 2)
+    w1 = load_words(x_ptr, row_index(1, REPS), row0, col0, M, K2, LD8 * 4, C // 2)
+    w2 = load_words(x_ptr, row_index(2, REPS), row0, col0, M, K2, LD8 * 4, C // 2)
+    w3 = load_words(x_ptr, row_index(3, REPS), row0, col0, M, K2, LD8 * 4, C // 2)
     emit_tile(
-        y0, y1, y2, y3, row0, col0, M, K, MT, q_ptr, s_ptr, qt_ptr, st_ptr,
-        R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, WORDS, SHARED, SWIZZLED, REPS,
+        w0, w1, w2, w3, row0, col0, M, K2, MT, q_ptr, s_ptr, qt_ptr, st_ptr, DTYPE,
+        R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, WORDS, SWIZZLED, REPS,
     )  # fmt: skip
+
+
+@triton.jit
+def to_fp8(scaled, E5: tl.constexpr):
+    if INTERPRETED:
+        q = software_fp8(scaled, E5).to(tl.uint8)
+    elif E5:
+        q = scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    else:
+        q = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return q
 
 
 @triton.jit
@@ -86,8 +93,7 @@ def hadamard(y, SIZE: tl.constexpr, LOG2: tl.constexpr):
     signs = ((word.to(tl.int32, bitcast=True) & 1) * 2 - 1).to(tl.float32)
     y = tl.reshape(tl.reshape(y, (A, L // SIZE, SIZE)) * signs[None, None, :], (A, L))
     for k in tl.static_range(LOG2):
-        S: tl.constexpr = 1 << k
-        pairs = tl.permute(tl.reshape(y, (A, L // (2 * S), 2, S)), (0, 1, 3, 2))
+        pairs = tl.permute(tl.reshape(y, (A, L // (2 << k), 2, 1 << k)), (0, 1, 3, 2))
         low, high = tl.split(pairs)
         y = tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 1, 3, 2)), (A, L))
     return y * (SIZE**-0.5)
@@ -137,10 +143,10 @@ def quantize_general_kernel(
     amax = tl.max(tl.max(abs_bits(tiled), axis=3), axis=1)
     byte = scale_byte(amax, E5, FLOOR)
     scaled = tl.reshape(tiled * reciprocal(byte)[:, None, :, None], (128, 128))
+    if FLOOR:
+        limit = 57344.0 if E5 else 448.0
+        scaled = tl.where(scaled > limit, limit, tl.where(scaled < -limit, -limit, scaled))
     if STOCHASTIC:
-        if FLOOR:
-            limit = 57344.0 if E5 else 448.0
-            scaled = tl.where(scaled > limit, limit, tl.where(scaled < -limit, -limit, scaled))
         counter = ((row0 + t) * K + col0)[:, None] // 4 + tl.arange(0, 32)[None, :]
         low = (counter & 0xFFFFFFFF).to(tl.uint32)
         zero = low * 0
@@ -150,7 +156,7 @@ def quantize_general_kernel(
             noise = tl.trans(noise)
         scaled = round_stochastic(scaled, noise, E5)
     out = ((a0 + t) < A)[:, None] & ((l0 + t) < LS)[None, :]
-    tl.store(q_ptr + (a0 + t)[:, None] * LS + (l0 + t)[None, :], to_fp8(scaled, E5, FLOOR), mask=out)
+    tl.store(q_ptr + (a0 + t)[:, None] * LS + (l0 + t)[None, :], to_fp8(scaled, E5), mask=out)
     blocks = tl.broadcast_to(byte[:, None, :, None], (128 // ACROSS, ACROSS, 128 // ALONG, ALONG // 32))
     words = tl.sum(tl.reshape(blocks, (128, 4)) << (tl.arange(0, 4) * 8)[None, :], axis=1)[:, None]
     c = ((l0 // 32).to(tl.int32) + 4 * tl.arange(0, 1))[None, :]
@@ -198,14 +204,14 @@ def _quantize_nearest(x: Tensor, plan: Emission, rowwise: bool, colwise: bool) -
     rows, cols = x.shape
     flags = dict(plan.flags)
     if not rowwise:
-        flags.update(R_BR=0, SHARED=False)
+        flags.update(R_BR=0)
     if not colwise:
-        flags.update(C_BR=0, SHARED=False)
+        flags.update(C_BR=0)
     if not colwise and flags["R_BR"] == 1:
         row = launch.row_config(cols)
         grid = (-(-launch_rows(rows, flags) // row.rows) * -(-cols // row.cols),)
         quantize_rows_kernel[grid](
-            x, *plan.pointers[:2], rows, cols // 8, x.stride(0) // 8,
+            words(x), *plan.pointers[:2], rows, cols // 8, x.stride(0) // 8, DTYPE=DTYPES[x.dtype],
             BC=flags["R_BC"], E5=flags["R_E5"], FLOOR=flags["R_FLOOR"], SWIZZLED=flags["SWIZZLED"],
             ALIGNED=flags["R_ALIGNED"], R=row.rows, C=row.cols, num_warps=row.warps,
         )  # fmt: skip
@@ -213,7 +219,7 @@ def _quantize_nearest(x: Tensor, plan: Emission, rowwise: bool, colwise: bool) -
     tile = launch.quantize_tile_config()
     grid = (-(-rows // launch.TOKENS) * -(-cols // tile.cols),)
     quantize_tile_kernel[grid](
-        x, *plan.pointers, rows, cols // 8, x.stride(0) // 8, plan.stride_t,
+        words(x), *plan.pointers, rows, cols // 8, x.stride(0) // 8, plan.stride_t, DTYPE=DTYPES[x.dtype],
         **flags, REPS=tile.reps(x.element_size()), C=tile.cols, num_warps=tile.warps,
     )  # fmt: skip
 
