@@ -3,36 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from .config import Override, Recipe
-from .plan import Plan, plan_recipe
-from .swap import carry_out, take_back
+from .first_forward import await_first_forward, stop_waiting
+from .plan import LayerPlan, Plan
+from .planner import plan_recipe
+from .swap import applied_plan, carry_out, live_edges, take_back
+
+__all__ = ["Report", "apply_recipe", "plan_recipe", "revert"]
 
 
-@dataclass(frozen=True)
 class Report:
-    """What `apply_recipe` did; `print(report)` shows every candidate layer."""
+    """What `apply_recipe` did; `print(report)` shows every candidate layer and edge as they are now."""
 
-    plan: Plan
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self._model, self._applied = model, plan
 
     @property
-    def layers(self) -> Any:
+    def plan(self) -> Plan:
+        """The plan, with the edges of the first forward once it ran."""
+        return applied_plan(self._model) or self._applied
+
+    @property
+    def layers(self) -> tuple[LayerPlan, ...]:
         return self.plan.layers
 
     @property
-    def converted(self) -> Any:
+    def converted(self) -> tuple[LayerPlan, ...]:
         return self.plan.converted
 
+    @property
+    def unfused(self) -> dict[str, str]:
+        """Edges that ended since, by producer, with the reason."""
+        return {edge.producer: edge.reason for edge in live_edges(self._model) if edge.reason}
+
     def to_dict(self) -> dict[str, Any]:
-        return self.plan.to_dict()
+        return self.plan.to_dict() | {"unfused": self.unfused}
 
     def __str__(self) -> str:
-        return str(self.plan)
+        lines = [str(self.plan)]
+        lines += [f"{producer}: un-fused, {reason}" for producer, reason in self.unfused.items()]
+        return "\n".join(lines)
 
 
 def apply_recipe(
@@ -52,8 +67,10 @@ def apply_recipe(
         model: any torch model, on any device.
         recipe: a shipped recipe's name, a YAML file, or a `Recipe`.
         overrides: per-layer changes, pattern to override, or a YAML file of them.
-        example_inputs: arguments of one forward, from which fused edges are found.
-        strict: raise where a value would otherwise fall back to high precision with a warning.
+        example_inputs: arguments of one forward (a tuple, a mapping of keywords, or a single argument), from
+            which fused edges are found. Without them the first eager training forward is recorded instead.
+        strict: raise where a value on a fused edge is read by somebody nobody planned for, instead of
+            recomputing it in high precision with a warning.
 
     Returns:
         A report whose text shows every candidate layer and why those left alone were left alone.
@@ -62,8 +79,10 @@ def apply_recipe(
         ValueError: unknown recipe, a rule that matches nothing, a second application, and the like.
     """
     plan = plan_recipe(model, recipe, overrides=overrides, example_inputs=example_inputs)
-    carry_out(model, plan)
-    return Report(plan)
+    carry_out(model, plan, strict)
+    if not plan.recorded and plan.recipe.fuse and any(layer.kind != "linear" for layer in plan.converted):
+        await_first_forward(model, strict)
+    return Report(model, plan)
 
 
 def revert(model: nn.Module) -> int:
@@ -72,4 +91,6 @@ def revert(model: nn.Module) -> int:
     Raises:
         ValueError: when no recipe was applied.
     """
+    for module in model.modules():
+        stop_waiting(module)
     return take_back(model)

@@ -185,7 +185,18 @@ class AttentionPrecision(Frozen):
         return self
 
 
-KIND_PRECISION: dict[str, type[Frozen]] = {"linear": LinearPrecision, "attention": AttentionPrecision}
+class ProducerPrecision(Frozen):
+    """What a norm or an activation hands on where its readers allow it: MXFP8 per their own input specs."""
+
+    output: Literal["mxfp8"] = "mxfp8"
+
+
+KIND_PRECISION: dict[str, type[Frozen]] = {
+    "linear": LinearPrecision,
+    "attention": AttentionPrecision,
+    "norm": ProducerPrecision,
+    "activation": ProducerPrecision,
+}
 """Layer kinds a recipe speaks of, and the class that holds each kind's precision."""
 
 Override = str | dict[str, Any]
@@ -198,6 +209,9 @@ class Recipe(Frozen):
         name, description, source: what it is and whose experience it rests on.
         linear: precision of linear layers, or `bf16`.
         attention: precision of softmax attention, or `bf16`.
+        norm, activation: whether these run fused kernels that hand MXFP8 on, or stay as they are (`bf16`).
+        fuse: whether values travel quantized between layers. Off, the same kernels store their output in high
+            precision; the bits are the same.
         rules: the recipe's own overrides, pattern to override, applied before the user's.
             A rule of a recipe may match nothing.
         bf16_last_fraction: share of the linear layers, counted from the model's end, that stay BF16.
@@ -210,6 +224,9 @@ class Recipe(Frozen):
     source: str = ""
     linear: LinearPrecision | Literal["bf16"] = LinearPrecision()
     attention: AttentionPrecision | Literal["bf16"] = AttentionPrecision()
+    norm: ProducerPrecision | Literal["bf16"] = ProducerPrecision()
+    activation: ProducerPrecision | Literal["bf16"] = ProducerPrecision()
+    fuse: bool = True
     rules: dict[str, Override] = Field(default_factory=dict)
     bf16_last_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
     gpu_min_features: int = Field(default=128, ge=0)

@@ -56,16 +56,20 @@ def mxfp8_linear(
     if isinstance(input, MXTensor):
         if _fits(input, dtype, config, weight):
             parts = (input.qdata, input.scale, input.qdata_t, input.scale_t)
-            return MXFP8LinearFunction.apply(input.carrier, *parts, weight, bias, seed, config)  # pyright: ignore
+            return _apply(MXFP8LinearFunction, input.carrier, *parts, weight, bias, seed, config)
         input = input.high("a linear layer of another precision")
     if isinstance(input, Pending):
         if input.edge.fused and input.kind != "identity":
-            args = (input.x, input.gate, weight, bias, seed, input.kind, config)
-            return ActivationLinearFunction.apply(*args)  # pyright: ignore[reportReturnType]
+            return _apply(ActivationLinearFunction, input.x, input.gate, weight, bias, seed, input.kind, config)
         input = input.materialize()
     assert isinstance(input, Tensor)
     nothing = (None, None, None, None)
-    return MXFP8LinearFunction.apply(input.to(dtype), *nothing, weight, bias, seed, config)  # pyright: ignore
+    return _apply(MXFP8LinearFunction, input.to(dtype), *nothing, weight, bias, seed, config)
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply`, whose annotations say nothing of what it returns."""
+    return function.apply(*args)
 
 
 def _fits(input: MXTensor, dtype: torch.dtype, config: LinearConfig, weight: Tensor) -> bool:
@@ -102,14 +106,14 @@ def mxfp8_norm(
         input = input.high("a norm")
     plain = replace(config, rowwise="", colwise="", emit_high=True)
     if edge is None or not edge.fused or not config.rowwise:
-        return NormFunction.apply(input, weight, bias, None, plain, dtype, dtype)[0]  # pyright: ignore
+        return _norm_high(input, weight, bias, plain, dtype)
     target = compute_dtype(input, dtype)
     if not torch.is_grad_enabled():
         config = replace(config, colwise="")
     seed = draw_seed(input.device) if config.stochastic else None
     if config.emit_high and target != dtype:
-        return NormFunction.apply(input, weight, bias, None, plain, dtype, dtype)[0]  # pyright: ignore
-    carrier, *parts = NormFunction.apply(input, weight, bias, seed, config, dtype, target)  # pyright: ignore
+        return _norm_high(input, weight, bias, plain, dtype)
+    carrier, *parts = _apply(NormFunction, input, weight, bias, seed, config, dtype, target)
     again = partial(_norm_high, input, weight, bias, plain, dtype)
     return MXTensor(carrier, *parts, config.rowwise, config.colwise, target, config.emit_high, again, edge)
 
@@ -117,7 +121,7 @@ def mxfp8_norm(
 def _norm_high(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, config: NormConfig, dtype: torch.dtype
 ) -> Tensor:
-    return NormFunction.apply(input, weight, bias, None, config, dtype, dtype)[0]  # pyright: ignore
+    return _apply(NormFunction, input, weight, bias, None, config, dtype, dtype)[0]
 
 
 def mxfp8_activation(
@@ -148,7 +152,7 @@ def pending(output: Tensor, edge: Edge | None) -> Tensor | Pending:
 
 def activation(x: Tensor, gate: Tensor | None, kind: str) -> Tensor:
     """The activation on its own: (..., K) in the dtype of `x`."""
-    return ActivationFunction.apply(x, gate, kind, "auto")  # pyright: ignore[reportReturnType]
+    return _apply(ActivationFunction, x, gate, kind, "auto")
 
 
 def mxfp8_attention(
@@ -254,9 +258,11 @@ def _warn(message: str) -> None:
 def compute_dtype(x: Tensor | Traveling, dtype: torch.dtype | None = None) -> torch.dtype:
     """The dtype a matrix multiplication of `x` would run in here: autocast's if it is on, else that of `x`."""
     kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return dtype or x.dtype
+    return torch.get_autocast_dtype(kind) if _autocast_on(kind) else dtype or x.dtype
+
+
+def _autocast_on(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def draw_seed(device: torch.device) -> Tensor:
@@ -274,7 +280,7 @@ def _check_linear(input: Tensor | Traveling, weight: Tensor, bias: Tensor | None
             f"mxfp8_linear: got input {tuple(input.shape)} and weight {tuple(weight.shape)}, expected "
             "(..., in_features) and (out_features, in_features)"
         )
-    if dtype == input.dtype and weight.dtype != dtype:
+    if weight.dtype != input.dtype and not _autocast_on(input.device.type):
         raise TypeError(
             f"mxfp8_linear: got input {input.dtype} and weight {weight.dtype}, expected one dtype; "
             "cast the input or run under torch.autocast"

@@ -1,30 +1,21 @@
-"""What a recipe would do to a model: one row a layer, found without touching the model."""
+"""What a recipe would do to a model, as a table: one row a layer, and the edges between them."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import json
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from . import backends
-from .config import BF16, LinearPrecision, Override, Recipe
-from .costs import DEFAULT_TOKENS, Cost, linear_cost
-from .modules import is_swapped
-from .recipe_files import load_overrides, load_recipe
-from .recognize import Candidate, recognize
-from .rules import Rules, apply_override, base_precision, check_all_matched, is_bf16
-
-_GEMMS = ("fprop", "dgrad", "wgrad")
+from .config import BF16, LinearPrecision, Recipe
+from .costs import Cost
+from .edges import EdgePlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +27,10 @@ class LayerPlan:
         kind, in_features, out_features: what it is.
         old_type, new_type: class names; `new_type` is None for a layer left alone, and `reason` says why.
         precision: what each GEMM runs in; `"bf16"` for a layer left alone.
-        implementation: the MXFP8 class, None for a layer left alone.
+        implementation: the MXFP8 class, None for a layer left alone. module_config: what it needs to know of the
+            module besides the precision.
         mixes_tokens: some tile spans several tokens, so one token's value moves another's output.
+        tokens: rows a forward gives it, 0 where no forward was recorded.
         cost: predicted times.
     """
 
@@ -51,35 +44,56 @@ class LayerPlan:
     reason: str
     precision: Any
     implementation: type[nn.Module] | None
+    module_config: Any = None
     mixes_tokens: bool
+    tokens: int = 0
     cost: Cost
 
     @property
     def gemms(self) -> dict[str, str]:
-        """Precision of each GEMM as short text, such as `1x32 @ 1x32` or `bf16`."""
+        """Precision of each GEMM as short text, such as `1x32 @ 1x32` or `bf16`; empty for a layer without any."""
+        if self.kind in ("norm", "activation"):
+            return {}
         if self.precision == BF16:
-            return dict.fromkeys(_GEMMS, BF16)
-        return {name: _describe(getattr(self.precision, name)) for name in _GEMMS}
+            return {"all": BF16}
+        return dict(_gemms_of(self.precision))
 
     def to_dict(self) -> dict[str, Any]:
-        values = asdict(replace(self, precision=None, implementation=None))
-        del values["precision"], values["implementation"], values["cost"]
-        return values | {"gemms": self.gemms, "predicted_ratio": self.cost.ratio}
+        skipped = ("precision", "implementation", "module_config", "cost")
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in skipped}
+        return values | {"aliases": list(self.aliases), "gemms": self.gemms, "predicted_ratio": self.cost.ratio}
 
 
-def _describe(gemm: Any) -> str:
+def _gemms_of(precision: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name in type(precision).model_fields:
+        value = getattr(precision, name)
+        if value == BF16 or hasattr(value, "operands"):
+            yield prefix + name, describe_gemm(value)
+        elif isinstance(value, LinearPrecision):
+            yield from _gemms_of(value, f"{name}.")
+
+
+def describe_gemm(gemm: Any) -> str:
+    """Short text of one GEMM's precision."""
     return BF16 if gemm == BF16 else " @ ".join(spec.short for spec in gemm.operands)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The table `print` shows, and what `apply_recipe` carries out."""
+    """The table `print` shows, and what `apply_recipe` carries out.
+
+    Attributes:
+        layers: every candidate, converted or not. edges: what may travel quantized between them.
+        recorded: where the edges come from: `example_inputs`, `first forward`, or `""` for no recording yet.
+    """
 
     recipe: Recipe
     layers: tuple[LayerPlan, ...]
     device: str
     backend: str
-    notes: tuple[str, ...] = field(default=())
+    edges: tuple[EdgePlan, ...] = ()
+    recorded: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def converted(self) -> tuple[LayerPlan, ...]:
@@ -91,32 +105,55 @@ class Plan:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What a checkpoint records: the recipe's name and every layer's precision, plain text and numbers only."""
-        layers = {layer.fqn: "; ".join(f"{k}={v}" for k, v in layer.gemms.items()) for layer in self.converted}
+        """What a checkpoint records: all that decides the bits of training, in plain text.
+
+        Edges do not change bits, except those that take over functions of the user's own code.
+        """
+        layers = {}
+        for layer in self.converted:
+            gemms = "; ".join(f"{k}={v}" for k, v in layer.gemms.items())
+            layers[layer.fqn] = gemms or layer.kind
+        for edge in self.edges:
+            if edge.fused and edge.kind in ("gated", "function"):
+                layers[edge.producer] = f"{layers.get(edge.producer, '')}; {edge.kind} into {edge.consumers[0]}"
         digest = hashlib.sha256(json.dumps(layers, sort_keys=True).encode()).hexdigest()
         return {"recipe": self.recipe.name, "digest": digest, "layers": layers}
 
+    def linear_share(self) -> float:
+        """Share of the linear layers' FLOPs (at the recorded tokens) whose forward GEMM is MXFP8."""
+        sizes = [(la.in_features * la.out_features * (la.tokens or 1), la) for la in self.layers if la.kind == "linear"]
+        total = sum(size for size, _ in sizes)
+        mx = sum(size for size, la in sizes if la.new_type and la.precision.fprop != BF16)
+        return mx / total if total else 0.0
+
     def to_dict(self) -> dict[str, Any]:
+        edges = [{"kind": e.kind, "producer": e.producer, "consumers": list(e.consumers), "fused": e.fused,
+                  "reason": e.reason, "emit_high": e.emit_high} for e in self.edges]  # fmt: skip
         return {
             "recipe": self.recipe.name,
             "device": self.device,
             "backend": self.backend,
             "layers": [layer.to_dict() for layer in self.layers],
+            "edges": edges,
+            "recorded": self.recorded,
             "predicted_ratio": self.cost.ratio,
+            "linear_flops_in_mxfp8": self.linear_share(),
             "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=160, force_terminal=False)
+        console = Console(file=io.StringIO(), width=180, force_terminal=False)
         console.print(self.table())
         for line in self.summary():
             console.print(line, highlight=False)
         return console.file.getvalue().rstrip()  # pyright: ignore[reportAttributeAccessIssue]
 
     def table(self) -> Table:
+        """One row a candidate layer."""
         table = Table(title=f"recipe {self.recipe.name} on {self.device}, backend {self.backend}", expand=False)
-        for name in ("layer", "type", "in", "out", "becomes", *_GEMMS, "time ratio", "note"):
+        for name in ("layer", "type", "in", "out", "becomes", "GEMMs", "edge", "time ratio", "note"):
             table.add_column(name, overflow="fold", justify="right" if name in ("in", "out", "time ratio") else "left")
+        edges = {edge.producer: str(edge) for edge in self.edges}
         for layer in self.layers:
             note = "; ".join(filter(None, (layer.reason, "mixes tokens" if layer.mixes_tokens else "", _also(layer))))
             table.add_row(
@@ -125,15 +162,27 @@ class Plan:
                 str(layer.in_features or "-"),
                 str(layer.out_features or "-"),
                 layer.new_type or "-",
-                *layer.gemms.values(),
-                f"{layer.cost.ratio:.2f}x",
+                _gemms_text(layer),
+                edges.get(layer.fqn, ""),
+                f"{layer.cost.ratio:.2f}x" if layer.cost.bf16 else "-",
                 note,
             )
         return table
 
     def summary(self) -> list[str]:
         """Sentences under the table: how much is converted, the predicted total, and what to do about it."""
-        lines = [f"{len(self.converted)} of {len(self.layers)} candidate layers become MXFP8."]
+        lines = [
+            f"{len(self.converted)} of {len(self.layers)} candidate layers become MXFP8; "
+            f"{self.linear_share():.1%} of linear FLOPs."
+        ]
+        if self.recorded:
+            fused = sum(edge.fused for edge in self.edges)
+            lines.append(f"{fused} of {len(self.edges)} edges are fused (from {self.recorded}).")
+        elif self.converted and self.recipe.fuse:
+            lines.append(
+                "No edge is fused yet: they are found by the first eager training forward. Pass example_inputs to "
+                "fuse from the first step, under torch.compile, and across pointwise code."
+            )
         ratio = self.cost.ratio
         if self.backend == "reference":
             lines.append(f"The reference backend emulates MXFP8 on {self.device}: for numerics, not for speed.")
@@ -147,131 +196,12 @@ class Plan:
         return lines + list(self.notes)
 
 
+def _gemms_text(layer: LayerPlan) -> str:
+    values = list(dict.fromkeys(layer.gemms.values()))
+    if len(values) == 1:
+        return values[0]
+    return "\n".join(f"{name} {value}" for name, value in layer.gemms.items())
+
+
 def _also(layer: LayerPlan) -> str:
     return f"also {', '.join(layer.aliases)}" if layer.aliases else ""
-
-
-def plan_recipe(
-    model: nn.Module,
-    recipe: str | Path | Recipe = "mxfp8",
-    *,
-    overrides: Mapping[str, Override] | str | Path | None = None,
-    example_inputs: Any = None,
-) -> Plan:
-    """The plan `apply_recipe` would carry out; the model is not touched.
-
-    Args:
-        model: any module, on any device, meta included.
-        recipe: a shipped recipe's name, a YAML file, or a `Recipe`.
-        overrides: pattern to override (see `rules`), or a YAML file of them.
-        example_inputs: positional arguments of one forward (a tuple), a mapping of keyword arguments,
-            or a single argument.
-
-    Raises:
-        ValueError: unknown recipe, bad override, an override that matches no layer or asks the impossible,
-            or a model that already has a recipe.
-    """
-    chosen = load_recipe(recipe)
-    user = Rules(load_overrides(overrides), "overrides")
-    own = Rules(chosen.rules, f"recipe {chosen.name}")
-    names = _names(model)
-    _refuse_second(model, names)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    found = _candidates(model, names)
-    planner = _LayerPlanner(chosen, own, user, backends.select(device))
-    layers = [planner.plan(names[module], module, candidate) for module, candidate in found]
-    layers = _keep_last(layers, chosen, user, names, found)
-    check_all_matched(user, [layer.fqn for layer in layers], [n for all_names in names.values() for n in all_names])
-    return Plan(recipe=chosen, layers=tuple(layers), device=device.type, backend=planner.backend)
-
-
-def _names(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Every module, in definition order, with all the names it goes by."""
-    names: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(module, []).append(name)
-    return names
-
-
-def _refuse_second(model: nn.Module, names: dict[nn.Module, list[str]]) -> None:
-    for module, found in names.items():
-        if is_swapped(module):
-            raise ValueError(
-                f"{found[0] or type(model).__name__}: already MXFP8 ({type(module).__name__}); a recipe is applied "
-                "once, call revert(model) first"
-            )
-
-
-def _candidates(model: nn.Module, names: dict[nn.Module, list[str]]) -> list[tuple[nn.Module, Candidate]]:
-    parents = {child: module for module in names for child in module._modules.values() if child is not None}
-    cache: dict[object, bool] = {}
-    found = ((module, recognize(module, parents.get(module), cache)) for module in names)
-    return [(module, candidate) for module, candidate in found if candidate is not None]
-
-
-class _LayerPlanner:
-    def __init__(self, recipe: Recipe, own: Rules, user: Rules, backend: str) -> None:
-        self.recipe, self.own, self.user, self.backend = recipe, own, user, backend
-
-    def plan(self, names: list[str], module: nn.Module, candidate: Candidate) -> LayerPlan:
-        precision, reason = base_precision(self.recipe, self.own, names, candidate.kind)
-        match = self.user.match(names, candidate.kind)
-        if match is not None:
-            where = f"overrides: {match.pattern!r}"
-            precision = apply_override(precision, match.override, candidate.kind, where)
-            reason = f"{where} says bf16" if is_bf16(precision) else ""
-        if candidate.implementation is None:
-            if match is not None and match.exact and not is_bf16(precision):
-                raise ValueError(f"{where} asks for MXFP8, but {candidate.reason}; say 'bf16' for it")
-            hint = "" if match is not None else f" (say overrides={{{names[0]!r}: 'bf16'}} to record the choice)"
-            precision, reason = BF16, f"{candidate.reason}; it stays BF16{hint}"
-        elif not is_bf16(precision) and match is None:
-            small = self._too_small(candidate)
-            precision, reason = (BF16, small) if small else (precision, reason)
-        return self._row(names, module, candidate, precision, reason)
-
-    def _too_small(self, candidate: Candidate) -> str:
-        smallest = min(candidate.in_features, candidate.out_features)
-        if self.backend == "reference" or smallest >= self.recipe.gpu_min_features:
-            return ""
-        return f"{smallest} features is below gpu_min_features={self.recipe.gpu_min_features}: too small to gain"
-
-    def _row(self, names: list[str], module: nn.Module, candidate: Candidate, precision: Any, reason: str) -> LayerPlan:
-        implementation = None if is_bf16(precision) else candidate.implementation
-        if implementation is None:
-            precision = BF16
-        return LayerPlan(
-            fqn=names[0],
-            aliases=tuple(names[1:]),
-            kind=candidate.kind,
-            in_features=candidate.in_features,
-            out_features=candidate.out_features,
-            old_type=type(module).__name__,
-            new_type=implementation and f"MXFP8{type(module).__name__}",
-            reason=reason,
-            precision=precision,
-            implementation=implementation,
-            mixes_tokens=isinstance(precision, LinearPrecision) and precision.mixes_tokens,
-            cost=linear_cost(DEFAULT_TOKENS, candidate.in_features, candidate.out_features, precision),
-        )
-
-
-def _keep_last(
-    layers: list[LayerPlan],
-    recipe: Recipe,
-    user: Rules,
-    names: dict[nn.Module, list[str]],
-    found: list[tuple[nn.Module, Candidate]],
-) -> list[LayerPlan]:
-    """Leave the recipe's last share of convertible layers in BF16, except those the user spoke of."""
-    convertible = [i for i, layer in enumerate(layers) if layer.new_type is not None]
-    count = math.ceil(recipe.bf16_last_fraction * len(convertible))
-    for i in convertible[len(convertible) - count :]:
-        layer = layers[i]
-        if user.match(names[found[i][0]], layer.kind) is None:
-            reason = f"recipe {recipe.name} keeps the last {recipe.bf16_last_fraction:.0%} of layers in BF16"
-            cost = Cost(layer.cost.bf16, layer.cost.bf16)
-            layers[i] = replace(
-                layer, new_type=None, implementation=None, precision=BF16, reason=reason, mixes_tokens=False, cost=cost
-            )
-    return layers

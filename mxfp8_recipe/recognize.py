@@ -1,23 +1,36 @@
 """Which layers can become MXFP8, found by what they do rather than by what they are called.
 
-`nn.Linear` and its subclasses are known by type; any other leaf module with a 2-D `weight` is asked: its
-forward runs on a few probe rows and is compared with `x @ weight + bias` and `x @ weight.T + bias`.
+torch's own layers and their subclasses are known by type. Any other leaf module is asked: its forward runs on
+a few probe rows, on a stand-in with made-up parameters, and is compared with what a linear with a transposed
+weight, a norm or an activation would give (`probe`).
 """
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .autograd import NormConfig
 from .fused.spec import BLOCK
-from .modules import MXFP8Linear, MXFP8LinearTransposed
+from .modules import (
+    ActivationConfig,
+    MXFP8Activation,
+    MXFP8Linear,
+    MXFP8LinearTransposed,
+    MXFP8Norm,
+    NormModuleConfig,
+)
+from .probe import probe_activation, probe_norm, probe_transposed_linear
 
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_PROBE_ROWS = 3
-_PROBE_LIMIT = 1 << 27  # elements of a weight made up to probe a layer that lives on the meta device
+_ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.SiLU: "silu"}
+_OTHER_NORMS = (
+    nn.GroupNorm, nn.LocalResponseNorm, nn.modules.batchnorm._NormBase, nn.CrossMapLRN2d,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -26,40 +39,91 @@ class Candidate:
 
     Attributes:
         kind: layer kind, the key of a recipe's precision.
-        in_features, out_features: of the GEMM; 0 where unknown.
+        in_features, out_features: of a GEMM; 0 where unknown or none.
         implementation: the MXFP8 class, or None with `reason` saying why not.
+        config: what the implementation needs to know of the module besides its precision.
     """
 
     kind: str
-    in_features: int
-    out_features: int
-    implementation: type[nn.Module] | None
+    in_features: int = 0
+    out_features: int = 0
+    implementation: type[nn.Module] | None = None
     reason: str = ""
+    config: Any = None
 
 
-def recognize(module: nn.Module, parent: nn.Module | None, cache: dict[object, bool]) -> Candidate | None:
+def recognize(module: nn.Module, parent: nn.Module | None, cache: dict[object, Any]) -> Candidate | None:
     """What `module` is to a recipe; None when it is no candidate at all.
 
     `cache` keeps the probes' answers for the modules of one plan.
     """
     if isinstance(module, nn.Linear):
         return _recognize_linear(module, parent)
-    weight = _plain_weight(module)
-    if weight is None or type(module).__module__.startswith("torch.nn."):
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return _recognize_torch_norm(module)
+    if isinstance(module, _OTHER_NORMS):
+        return Candidate("norm", reason=f"{type(module).__name__} does not normalize over a token's features")
+    if isinstance(module, nn.ReLU | nn.SiLU | nn.GELU):
+        return _recognize_torch_activation(module)
+    if module._modules or module._buffers or type(module).__module__.startswith("torch."):
         return None
-    key = (type(module), weight.shape, weight.device.type, module.extra_repr())
+    return _recognize_by_behavior(module, cache)
+
+
+def _recognize_by_behavior(module: nn.Module, cache: dict[object, Any]) -> Candidate | None:
+    parameters = {name: p for name, p in module._parameters.items() if p is not None}
+    if "forward" in module.__dict__ or any(p.device.type != "meta" and p.is_sparse for p in parameters.values()):
+        return None
+    shapes = tuple((name, tuple(p.shape)) for name, p in parameters.items())
+    key = (type(module), shapes, repr(module), tuple(sorted(_plain_attributes(module).items())))
     if key not in cache:
-        cache[key] = "forward" not in module.__dict__ and _computes_transposed_linear(module, weight)
-    if not cache[key]:
+        cache[key] = _probe(module, parameters)
+    return cache[key]
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, str]:
+    return {k: repr(v) for k, v in vars(module).items() if isinstance(v, int | float | str | bool) and k != "training"}
+
+
+def _probe(module: nn.Module, parameters: Mapping[str, Tensor]) -> Candidate | None:
+    shapes = [p.dim() for p in parameters.values()]
+    if not parameters:
+        found = probe_activation(module)
+        if found is None:
+            return None
+        return Candidate("activation", implementation=MXFP8Activation, config=ActivationConfig(*found))
+    if set(shapes) == {1} and len(shapes) <= 2:
+        return _probe_norm(module, parameters)
+    weight = parameters.get("weight")
+    if weight is None or weight.dim() != 2 or not set(parameters) <= {"weight", "bias"}:
+        return None
+    if not probe_transposed_linear(module):
         return None
     in_features, out_features = weight.shape
     reason = _weight_problem(weight) or _alignment_problem(in_features, out_features)
     return Candidate("linear", in_features, out_features, None if reason else MXFP8LinearTransposed, reason)
 
 
+def _probe_norm(module: nn.Module, parameters: Mapping[str, Tensor]) -> Candidate | None:
+    found = probe_norm(module)
+    if found is None:
+        return None
+    weight = parameters[found.weight]
+    features = weight.shape[0]
+    reason = _weight_problem(weight) or _alignment_problem(features, features, "normalized features")
+    config = NormModuleConfig(
+        norm=NormConfig(found.kind, found.eps),
+        weight=found.weight,
+        bias=found.bias,
+        weight_offset=found.weight_offset,
+        promotes=found.promotes,
+    )
+    return Candidate("norm", features, features, None if reason else MXFP8Norm, reason, config)
+
+
 def _recognize_linear(module: nn.Linear, parent: nn.Module | None) -> Candidate:
     reason = (
-        _forward_problem(module)
+        _forward_problem(module, nn.Linear)
         or _parent_problem(parent)
         or _weight_problem(module.weight)
         or _alignment_problem(module.in_features, module.out_features)
@@ -67,11 +131,48 @@ def _recognize_linear(module: nn.Linear, parent: nn.Module | None) -> Candidate:
     return Candidate("linear", module.in_features, module.out_features, None if reason else MXFP8Linear, reason)
 
 
-def _forward_problem(module: nn.Linear) -> str:
+def _recognize_torch_norm(module: nn.LayerNorm | nn.RMSNorm) -> Candidate:
+    known: type[nn.Module] = nn.LayerNorm if isinstance(module, nn.LayerNorm) else nn.RMSNorm
+    features = module.normalized_shape[-1]
+    reason = _forward_problem(module, known)
+    if not reason and len(module.normalized_shape) > 1:
+        reason = f"normalizes over {tuple(module.normalized_shape)}, not over one dim of features"
+    reason = reason or (_weight_problem(module.weight) if module.weight is not None else "")
+    reason = reason or _alignment_problem(features, features, "normalized features")
+    # torch documents eps=None of RMSNorm as the machine epsilon of the input's dtype.
+    eps = torch.finfo(_dtype_of(module)).eps if module.eps is None else module.eps
+    has_bias = getattr(module, "bias", None) is not None
+    config = NormModuleConfig(
+        norm=NormConfig("layer" if known is nn.LayerNorm else "rms", eps),
+        weight="weight" if module.weight is not None else None,
+        bias="bias" if has_bias else None,
+    )
+    return Candidate("norm", features, features, None if reason else MXFP8Norm, reason, config)
+
+
+def _dtype_of(module: nn.LayerNorm | nn.RMSNorm) -> torch.dtype:
+    return module.weight.dtype if module.weight is not None else torch.get_default_dtype()
+
+
+def _recognize_torch_activation(module: nn.ReLU | nn.SiLU | nn.GELU) -> Candidate:
+    known: type[nn.Module] = next(cls for cls in (nn.ReLU, nn.SiLU, nn.GELU) if isinstance(module, cls))
+    in_place = bool(getattr(module, "inplace", False))
+    reason = _forward_problem(module, known)
+    if in_place and known is not nn.ReLU:
+        reason = reason or f"{known.__name__}(inplace=True) overwrites its input, which backward needs"
+    if isinstance(module, nn.GELU):
+        kind = "gelu_tanh" if module.approximate == "tanh" else "gelu"
+    else:
+        kind = _ACTIVATIONS[known]
+    config = ActivationConfig(kind, in_place=in_place)
+    return Candidate("activation", implementation=None if reason else MXFP8Activation, reason=reason, config=config)
+
+
+def _forward_problem(module: nn.Module, known: type[nn.Module]) -> str:
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance, which a swap would bypass; apply the recipe before that"
     owner = next(c for c in type(module).__mro__ if "forward" in vars(c))
-    if owner is not nn.Linear:
+    if owner is not known:
         return f"{owner.__name__} has a forward of its own, which a swap would bypass"
     return ""
 
@@ -90,44 +191,8 @@ def _weight_problem(weight: Tensor) -> str:
     return ""
 
 
-def _alignment_problem(in_features: int, out_features: int) -> str:
-    for name, size in (("in_features", in_features), ("out_features", out_features)):
+def _alignment_problem(in_features: int, out_features: int, name: str = "") -> str:
+    for what, size in ((name or "in_features", in_features), (name or "out_features", out_features)):
         if size % BLOCK or size == 0:
-            return f"{name}={size} is not a multiple of {BLOCK}"
+            return f"{what}={size} is not a multiple of {BLOCK}"
     return ""
-
-
-def _plain_weight(module: nn.Module) -> Tensor | None:
-    """The 2-D weight of a leaf module that owns nothing but a weight and perhaps a bias."""
-    names = set(module._parameters)
-    weight = module._parameters.get("weight")
-    if module._modules or not names <= {"weight", "bias"} or weight is None or weight.dim() != 2:
-        return None
-    return weight
-
-
-@torch.no_grad()
-def _computes_transposed_linear(module: nn.Module, weight: Tensor) -> bool:
-    """Whether `module(x)` is `x @ weight (+ bias)`, tried on a stand-in that shares the module's attributes."""
-    stand_in = copy.copy(module)
-    stand_in._parameters = dict(module._parameters)
-    generator = torch.Generator().manual_seed(0)
-    if weight.device.type == "meta":
-        if weight.numel() > _PROBE_LIMIT:
-            return False
-        for name, p in module._parameters.items():
-            if p is not None:
-                stand_in._parameters[name] = nn.Parameter(torch.randn(p.shape, generator=generator))
-    real = stand_in._parameters["weight"]
-    bias = stand_in._parameters.get("bias")
-    assert real is not None
-    x = torch.randn(_PROBE_ROWS, real.shape[0], generator=generator).to(real)
-    try:
-        out = type(module).forward(stand_in, x)
-    except Exception:  # a module that cannot take the probe is no linear
-        return False
-    expected = x.float() @ real.float() + (0 if bias is None else bias.float())
-    if not isinstance(out, Tensor) or out.shape != expected.shape:
-        return False
-    error = (out.float() - expected).norm()
-    return bool(error <= 2 * torch.finfo(real.dtype).eps * real.shape[0] ** 0.5 * expected.norm() + 1e-30)

@@ -52,7 +52,7 @@ class Rules:
             if name in self._overrides and not name.startswith((_REGEX, _KIND)):
                 return self._hit(name, exact=True)
         for pattern, regex in self._regexes:
-            if any(regex.fullmatch(name) for name in names):
+            if self._speaks_of(pattern, kind) and any(regex.fullmatch(name) for name in names):
                 return self._hit(pattern)
         if _KIND + kind in self._overrides:
             return self._hit(_KIND + kind)
@@ -60,6 +60,11 @@ class Rules:
 
     def unmatched(self) -> list[str]:
         return [pattern for pattern in self._overrides if pattern not in self._used]
+
+    def _speaks_of(self, pattern: str, kind: str) -> bool:
+        """A partial mapping under a regular expression is for the kinds that have its fields."""
+        override = self._overrides[pattern]
+        return isinstance(override, str) or set(override) <= set(KIND_PRECISION[kind].model_fields)
 
     def _hit(self, pattern: str, exact: bool = False) -> Match:
         self._used.add(pattern)
@@ -80,6 +85,14 @@ class Rules:
                 f"{self.origin}: {pattern!r}: got {override!r}, expected 'bf16', a recipe's name or a mapping "
                 "such as {'wgrad': 'bf16'}"
             )
+        if isinstance(override, Mapping):
+            known = list(dict.fromkeys(name for cls in KIND_PRECISION.values() for name in cls.model_fields))
+            for name in override:
+                if name not in known:
+                    close = near_misses(str(name), known)
+                    raise ValueError(
+                        f"{self.origin}: {pattern!r}: {name}: unknown field{close}; fields are {', '.join(known)}"
+                    )
 
 
 def check_all_matched(rules: Rules, layer_names: list[str], container_names: list[str]) -> None:

@@ -6,30 +6,48 @@ fingerprint travels in the state dict's `_metadata`, which `torch.save` keeps an
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from .autograd import LinearConfig
-from .modules import is_swapped, restore, swap_class
-from .plan import Plan
+from .modules import NormModuleConfig, is_swapped, restore, swap_class
+from .mx_tensor import Edge
+from .plan import LayerPlan, Plan
 
-_PLAN = "_mxfp8_plan"
+PLAN = "_mxfp8_plan"
 _METADATA = "mxfp8_recipe"
+_EDGE = "mxfp8_edge"
 
 
-def carry_out(model: nn.Module, plan: Plan) -> None:
-    """Swap every planned layer of `model` in place."""
-    configs: dict[Any, LinearConfig] = {}
+def carry_out(model: nn.Module, plan: Plan, strict: bool) -> None:
+    """Swap every planned layer of `model` in place, and connect its fused edges."""
+    shared: dict[Any, Any] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     for layer in plan.converted:
         assert layer.implementation is not None
-        if layer.precision not in configs:
-            configs[layer.precision] = LinearConfig.of(layer.precision)
-        swap_class(modules[layer.fqn], layer.implementation, configs[layer.precision])
-    model.__dict__[_PLAN] = plan
+        config = _config(layer)
+        swap_class(modules[layer.fqn], layer.implementation, shared.setdefault(config, config))
+    model.__dict__[PLAN] = plan
     model.register_state_dict_post_hook(_record_fingerprint)
     model.register_load_state_dict_pre_hook(_check_fingerprint)
+    connect(model, plan, strict)
+
+
+def connect(model: nn.Module, plan: Plan, strict: bool) -> None:
+    """Make the plan's fused edges carry: each producer gets its edge, a norm also what to emit on it."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for edge in plan.edges:
+        if not edge.fused:
+            continue
+        module = modules[edge.producer]
+        module.__dict__[_EDGE] = Edge(edge.producer, edge.consumers, plan.recipe.fuse, strict)
+        config: Any = module.mxfp8_config
+        if isinstance(config, NormModuleConfig):
+            norm = replace(config.norm, rowwise=edge.rowwise, colwise=edge.colwise, emit_high=edge.emit_high)
+            module.__dict__["mxfp8_config"] = replace(config, norm=norm)
+    model.__dict__[PLAN] = plan
 
 
 def take_back(model: nn.Module) -> int:
@@ -39,26 +57,38 @@ def take_back(model: nn.Module) -> int:
         ValueError: when no recipe was applied to `model`.
     """
     swapped = [module for module in model.modules() if is_swapped(module)]
-    owners = [module for module in model.modules() if _PLAN in module.__dict__]
+    owners = [module for module in model.modules() if PLAN in module.__dict__]
     if not swapped and not owners:
         raise ValueError(f"revert: {type(model).__name__} has no recipe applied; call apply_recipe first")
     for module in swapped:
         restore(module)
+        module.__dict__.pop(_EDGE, None)
     for owner in owners:
-        del owner.__dict__[_PLAN]
-        _drop_hook(owner._state_dict_hooks, _record_fingerprint)
-        _drop_hook(owner._load_state_dict_pre_hooks, _check_fingerprint)
+        del owner.__dict__[PLAN]
+        drop_hook(owner._state_dict_hooks, _record_fingerprint)
+        drop_hook(owner._load_state_dict_pre_hooks, _check_fingerprint)
     return len(swapped)
 
 
 def applied_plan(model: nn.Module) -> Plan | None:
     """The plan carried out on exactly this module, if any."""
-    return model.__dict__.get(_PLAN)
+    return model.__dict__.get(PLAN)
 
 
-def _drop_hook(hooks: dict[int, Any], function: Any) -> None:
+def live_edges(model: nn.Module) -> list[Edge]:
+    """The edges of a model as they are now, un-fused ones included."""
+    return [module.__dict__[_EDGE] for module in model.modules() if _EDGE in module.__dict__]
+
+
+def drop_hook(hooks: dict[int, Any], function: Any) -> None:
+    """Remove every entry of a module's hook table that is `function`."""
     for key in [k for k, hook in hooks.items() if getattr(hook, "hook", hook) is function]:
         del hooks[key]
+
+
+def _config(layer: LayerPlan) -> Any:
+    """What the module of a layer runs with."""
+    return LinearConfig.of(layer.precision) if layer.kind == "linear" else layer.module_config
 
 
 def _record_fingerprint(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ LAYERS = (
     ("doctor", "ab"),
     ("monitors", "distributed"),
     ("api",),
-    ("plan", "swap", "rules", "recognize"),
+    ("first_forward", "planner", "swap", "plan", "edges", "record", "rules", "recognize", "probe"),
     ("modules",),
     ("functional", "mx_tensor"),
     ("autograd",),

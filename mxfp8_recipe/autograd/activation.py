@@ -115,7 +115,7 @@ def _activation_wgrad(
     grad_q: Quantized,
     y_t: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
-    """wgrad from y emitted again: along the tokens in MXFP8, or in high precision where wgrad is left so."""
+    """Wgrad from y emitted again: along the tokens in MXFP8, or in high precision where wgrad is left so."""
     config: LinearConfig = ctx.config
     spec = config.wgrad[1]
     if not spec:

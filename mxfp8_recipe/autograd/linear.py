@@ -203,8 +203,7 @@ def wgrad(grad: Tensor, grad_q: Quantized, x: Tensor, x_scale: Tensor | None, co
         return backends.matmul(grad.t(), x.t(), None, grad.dtype, config.backend)
     g_t, g_t_scale = grad_q[2:]
     if config.share_grad:
-        assert grad_q[0] is not None and grad_q[1] is not None
-        g_t, g_t_scale = transposed(grad_q[0], grad_q[1])
+        g_t, g_t_scale = transposed(*grad_q[:2])
     g_elem, x_elem = map(elem_of, config.wgrad)
     return backends.gemm(g_t, g_t_scale, g_elem, x, x_scale, x_elem, None, grad.dtype, config.backend)
 
@@ -214,7 +213,7 @@ def bias_grad(grad: Tensor, dtype: torch.dtype) -> Tensor:
     return grad.sum(0, dtype=torch.float32).to(dtype)
 
 
-def transposed(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def transposed(qdata: Any, scale: Any) -> tuple[Tensor, Tensor]:
     """A square-tile quantization along the last dim, re-read along the first: the same values, contraction last.
 
     Each tile's byte stands at every (row, block) it covers, so the transposed scales are every BLOCK-th row's.

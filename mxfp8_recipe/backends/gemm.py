@@ -15,7 +15,7 @@ from .table import resolve
 
 @lru_cache(maxsize=8)
 def elem_dtype(elem: str) -> torch.dtype:
-    """torch's dtype of an element format by name."""
+    """Torch's dtype of an element format by name."""
     return torch.float8_e4m3fn if elem == "e4m3" else torch.float8_e5m2
 
 

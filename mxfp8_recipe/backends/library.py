@@ -8,6 +8,7 @@ output nobody asked for is an empty (0,) tensor. Specs cross encoded, `""` for n
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from ..fused.spec import BLOCK, QuantSpec
 
 NAMESPACE = "mxfp8_recipe"
+_EVERY_DEVICE = "CompositeExplicitAutograd"
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 
@@ -23,9 +25,24 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
     """Define an op from its schema, its implementation on every device, and its shapes; the callable op."""
     name = schema[: schema.index("(")]
     _library.define(schema)
-    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    _library.impl(name, _distinct(kernel) if schema.count("Tensor", schema.index("->")) > 1 else kernel, _EVERY_DEVICE)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def _distinct(kernel: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """`kernel` with no two outputs the same object, as torch requires: one empty tensor may stand for several."""
+
+    @wraps(kernel)
+    def run(*args: Any) -> tuple[Tensor, ...]:
+        outputs, seen = list(kernel(*args)), set()
+        for i, output in enumerate(outputs):
+            if id(output) in seen:
+                outputs[i] = output.new_empty(0)
+            seen.add(id(output))
+        return tuple(outputs)
+
+    return run
 
 
 def decode(text: str) -> QuantSpec | None:

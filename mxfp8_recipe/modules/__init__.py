@@ -2,17 +2,15 @@
 
 from .activation import ActivationConfig, MXFP8Activation
 from .linear import MXFP8Linear, MXFP8LinearTransposed
-from .norm import MXFP8LayerNorm, MXFP8Norm, MXFP8RMSNorm, NormModuleConfig
+from .norm import MXFP8Norm, NormModuleConfig
 from .swapped import Swapped, is_swapped, restore, swap_class
 
 __all__ = [
     "ActivationConfig",
     "MXFP8Activation",
-    "MXFP8LayerNorm",
     "MXFP8Linear",
     "MXFP8LinearTransposed",
     "MXFP8Norm",
-    "MXFP8RMSNorm",
     "NormModuleConfig",
     "Swapped",
     "is_swapped",

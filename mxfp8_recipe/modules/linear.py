@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..autograd import LinearConfig
 from ..config import LinearPrecision
-from ..functional import mxfp8_linear
+from ..functional import mxfp8_linear, pending
 from .swapped import describe_config
 
 
@@ -19,8 +19,9 @@ class MXFP8Linear(nn.Linear):
     original_class: ClassVar[type[nn.Module]] = nn.Linear
     mxfp8_config: LinearConfig
 
-    def forward(self, input: Tensor) -> Tensor:
-        return mxfp8_linear(input, self.weight, self.bias, config=self.mxfp8_config)
+    def forward(self, input: Tensor) -> Any:
+        output = mxfp8_linear(input, self.weight, self.bias, config=self.mxfp8_config)
+        return pending(output, self.__dict__.get("mxfp8_edge"))
 
     def extra_repr(self) -> str:
         return f"{self.original_class.extra_repr(self)}, {describe_config(self.mxfp8_config)}"
@@ -43,8 +44,9 @@ class MXFP8LinearTransposed(nn.Module):
     weight: Tensor
     bias: Tensor | None
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Any:
         bias = getattr(self, "bias", None)
-        return mxfp8_linear(input, self.weight.t(), bias, config=self.mxfp8_config)
+        output = mxfp8_linear(input, self.weight.t(), bias, config=self.mxfp8_config)
+        return pending(output, self.__dict__.get("mxfp8_edge"))
 
     extra_repr = MXFP8Linear.extra_repr

@@ -56,22 +56,6 @@ class MXFP8Norm(nn.Module):
         return ", ".join(filter(None, (own, self.mxfp8_config.description)))
 
 
-class MXFP8LayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm` over one trailing dim."""
-
-    original_class: ClassVar[type[nn.Module]] = nn.LayerNorm
-    forward = MXFP8Norm.forward
-    extra_repr = MXFP8Norm.extra_repr
-
-
-class MXFP8RMSNorm(nn.RMSNorm):
-    """`nn.RMSNorm` over one trailing dim."""
-
-    original_class: ClassVar[type[nn.Module]] = nn.RMSNorm
-    forward = MXFP8Norm.forward
-    extra_repr = MXFP8Norm.extra_repr
-
-
 def _dtype(input: Tensor, weight: Tensor | None, config: NormModuleConfig) -> torch.dtype:
     if config.promotes:
         return input.dtype if weight is None else torch.promote_types(input.dtype, weight.dtype)

@@ -1,0 +1,233 @@
+"""Which norms and activations may hand their output on quantized, found in a recording.
+
+An edge runs from a producer to the linears that read its output. It fuses when every reader is known, they
+quantize alike, and nothing between them needs the value itself: no backward hooks, no change of grad mode
+(a reentrant checkpoint), no casting wrapper. Otherwise it stays unfused and says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from .autograd import LinearConfig
+from .record import Node, Recording
+
+_ACTIVATIONS = {"relu", "gelu", "silu", "square", "pow", "__pow__"}
+_PRODUCTS = {"mul", "__mul__", "__rmul__"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgePlan:
+    """One producer and who reads it.
+
+    Attributes:
+        kind: `norm` (emits qdata), `activation` (an activation module left pending), `gated` (the same, times
+            another tensor), `function` (a linear whose output an activation function in a parent's forward reads).
+        producer, consumers: FQNs.
+        fused: whether the value travels quantized or pending. reason: why not.
+        rowwise, colwise: encoded specs a norm emits. emit_high: it emits the value itself too.
+    """
+
+    kind: str
+    producer: str
+    consumers: tuple[str, ...] = ()
+    fused: bool = False
+    reason: str = ""
+    rowwise: str = ""
+    colwise: str = ""
+    emit_high: bool = False
+
+    def __str__(self) -> str:
+        if not self.fused:
+            return f"unfused: {self.reason}"
+        also = " and in high precision" if self.emit_high else ""
+        return f"{'gated, ' if self.kind == 'gated' else ''}fused into {', '.join(self.consumers)}{also}"
+
+
+@dataclass(frozen=True)
+class Linear:
+    """What an edge needs to know of a converted linear."""
+
+    module: nn.Module
+    config: LinearConfig
+
+
+class EdgeFinder:
+    """Finds the edges of one recording.
+
+    Args:
+        recording: of one forward.
+        linears: converted linears by FQN. modules: every module by FQN.
+        change_rounding: also fuse where fusing replaces functions of the user's own code, which then round once
+            instead of twice. Only a recording made before the first step may do that.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        linears: Mapping[str, Linear],
+        modules: Mapping[str, nn.Module],
+        change_rounding: bool,
+    ) -> None:
+        self.recording, self.linears, self.modules = recording, linears, modules
+        self.change_rounding = change_rounding
+        self._names = {module: name for name, module in modules.items()}
+        self._readers: dict[int, list[Node]] = {}
+        for node in recording.nodes:
+            for value in dict.fromkeys(node.inputs):
+                self._readers.setdefault(value, []).append(node)
+
+    def norm(self, name: str) -> EdgePlan:
+        """The edge from a norm to the linears that read it."""
+        plans = {self._norm_call(name, call) for call in self.recording.calls(name)}
+        if not plans:
+            return EdgePlan(kind="norm", producer=name, reason="the recorded forward does not reach it")
+        if len(plans) > 1:
+            return EdgePlan(kind="norm", producer=name, reason="its calls have different readers")
+        return plans.pop()
+
+    def activation(self, name: str) -> EdgePlan:
+        """The edge from an activation module, perhaps through a product, to the linear that reads it."""
+        plans = {self._pending_call("activation", name, call, call.outputs) for call in self.recording.calls(name)}
+        if len(plans) == 1:
+            return plans.pop()
+        reason = "its calls have different readers" if plans else "the recorded forward does not reach it"
+        return EdgePlan(kind="activation", producer=name, reason=reason)
+
+    def function(self, name: str) -> EdgePlan | None:
+        """The edge from a linear through activation functions to another linear; None if no activation reads it."""
+        calls = self.recording.calls(name)
+        plans = set()
+        for call in calls:
+            readers = self._readers.get(call.outputs[0], []) if len(call.outputs) == 1 else []
+            if len(readers) != 1 or readers[0].kind != "function" or readers[0].name not in _ACTIVATIONS | {"chunk"}:
+                return None
+            plans.add(self._pending_call("function", name, call, call.outputs))
+        if len(plans) != 1:
+            return None
+        plan = plans.pop()
+        return plan if plan.fused or self._reaches_activation(calls[0]) else None
+
+    def _reaches_activation(self, call: Node) -> bool:
+        reader = self._readers[call.outputs[0]][0]
+        return reader.name != "chunk"
+
+    def _norm_call(self, name: str, call: Node) -> EdgePlan:
+        def plan(**fields: Any) -> EdgePlan:
+            return EdgePlan(kind="norm", producer=name, **fields)
+
+        value = call.outputs[0]
+        readers = self._readers.get(value, [])
+        consumers = [reader for reader in readers if self._multiplies(reader, value)]
+        others = [reader for reader in readers if reader not in consumers]
+        if not consumers:
+            return plan(reason=f"read by {_describe(others)}, none of them an MXFP8 linear")
+        if value in self.recording.overwritten:
+            return plan(reason="its output is overwritten in place")
+        obstacle = next(filter(None, (self._obstacle(call, reader) for reader in readers)), "")
+        if obstacle:
+            return plan(reason=obstacle)
+        names = tuple(dict.fromkeys(reader.name for reader in consumers))
+        specs = {reader: self.linears[reader].config.input_specs for reader in names}
+        trained = [reader for reader in names if self._is_trained(reader)]
+        if len({row for row, _ in specs.values()}) > 1 or len({specs[reader][1] for reader in trained}) > 1:
+            return plan(reason=f"{' and '.join(names)} quantize their input differently")
+        rowwise = specs[names[0]][0]
+        colwise = specs[trained[0]][1] if trained else ""
+        emit_high = bool(others) or any(not self.linears[reader].config.wgrad[1] for reader in trained)
+        return plan(consumers=names, fused=True, rowwise=rowwise, colwise=colwise, emit_high=emit_high)
+
+    def _pending_call(self, kind: str, name: str, call: Node, outputs: tuple[int, ...]) -> EdgePlan:
+        def refused(reason: str) -> EdgePlan:
+            return EdgePlan(kind=kind, producer=name, reason=reason)
+
+        if len(outputs) != 1:
+            return refused("it returns several tensors")
+        value, gated = outputs[0], False
+        while True:
+            if value in self.recording.overwritten:
+                return refused("its output is overwritten in place")
+            readers = self._readers.get(value, [])
+            if len(readers) != 1:
+                return refused(f"read by {_describe(readers)}, not by one MXFP8 linear")
+            reader = readers[0]
+            obstacle = self._obstacle(call, reader)
+            if obstacle:
+                return refused(obstacle)
+            if self._multiplies(reader, value):
+                return self._pending_plan(kind, name, reader.name, gated)
+            step = self._next(reader, value)
+            if step is None:
+                return refused(f"read by {_describe([reader])}, not by an MXFP8 linear")
+            value, gated = step, gated or reader.name in _PRODUCTS or reader.name == "chunk"
+
+    def _pending_plan(self, kind: str, name: str, consumer: str, gated: bool) -> EdgePlan:
+        kind = "gated" if gated and kind == "activation" else kind
+        if kind != "activation" and not self.change_rounding:
+            reason = "pointwise code in a forward fuses only when example_inputs are given"
+            return EdgePlan(kind=kind, producer=name, consumers=(consumer,), reason=reason)
+        return EdgePlan(kind=kind, producer=name, consumers=(consumer,), fused=True)
+
+    def _next(self, reader: Node, value: int) -> int | None:
+        """The value that stands for `value` after `reader`, if that can be left pending."""
+        if reader.kind != "function":
+            return None
+        if reader.name in _PRODUCTS and len(reader.outputs) == 1:
+            return reader.outputs[0]
+        if reader.name in _ACTIVATIONS and len(reader.outputs) == 1:
+            return reader.outputs[0] if not reader.options.get("inplace") else None
+        if reader.name == "chunk" and len(reader.outputs) == 2:
+            halves = [self._readers.get(half, []) for half in reader.outputs]
+            for half, readers in zip(reader.outputs, halves):
+                if len(readers) == 1 and readers[0].name in _ACTIVATIONS:
+                    return half
+        return None
+
+    def _multiplies(self, reader: Node, value: int) -> bool:
+        """Whether `reader` is a converted linear that quantizes `value` for fprop."""
+        linear = self.linears.get(reader.name) if reader.kind == "module" else None
+        return linear is not None and reader.inputs == (value,) and bool(linear.config.fprop[0])
+
+    def _is_trained(self, name: str) -> bool:
+        weight = getattr(self.linears[name].module, "weight", None)
+        return weight is not None and weight.requires_grad
+
+    def _obstacle(self, producer: Node, reader: Node) -> str:
+        """Why a value may not travel quantized between two calls, or nothing."""
+        if producer.grad_enabled != reader.grad_enabled:
+            return "grad mode changes on the way (a reentrant checkpoint or no_grad region)"
+        shared = 0
+        while shared < min(len(producer.path), len(reader.path)) and producer.path[shared] is reader.path[shared]:
+            shared += 1
+        crossed = [*producer.path[shared:], *reader.path[shared:]]
+        ends = [self.modules[node.name] for node in (producer, reader) if node.kind == "module"]
+        for module in (*crossed, *ends):
+            where = self._names.get(module) or type(module).__name__
+            if module._backward_hooks or module._backward_pre_hooks:
+                return f"{where} has backward hooks, which need the value itself"
+            if _casts_inputs(module):
+                return f"{where} is wrapped by FSDP with input casting"
+        return ""
+
+
+def _casts_inputs(module: nn.Module) -> bool:
+    state = getattr(module, "_get_fsdp_state", None)
+    if state is None:
+        return False
+    policy = getattr(state(), "_mp_policy", None)
+    return policy is not None and policy.cast_forward_inputs and policy.param_dtype is not None
+
+
+def _describe(readers: list[Node]) -> str:
+    names = list(dict.fromkeys(_label(node) for node in readers))
+    return ", ".join(names[:4]) or "nothing the recording saw"
+
+
+def _label(node: Node) -> str:
+    if node.kind == "function" and node.name == "dropout":
+        return f"dropout (p={node.options.get('p', node.options.get('arg1', '?'))}, training)"
+    return node.name

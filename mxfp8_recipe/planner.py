@@ -1,0 +1,230 @@
+"""Finding the plan: which layers convert and to what, by the recipe, its rules and the user's overrides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import backends
+from .autograd import LinearConfig
+from .config import BF16, Override, Recipe
+from .costs import DEFAULT_TOKENS, Cost, linear_cost
+from .edges import EdgeFinder, EdgePlan, Linear
+from .modules import is_swapped
+from .plan import LayerPlan, Plan
+from .recipe_files import load_overrides, load_recipe
+from .recognize import Candidate, recognize
+from .record import Recorder, Recording
+from .rules import Match, Rules, apply_override, base_precision, check_all_matched, is_bf16
+
+
+def plan_recipe(
+    model: nn.Module,
+    recipe: str | Path | Recipe = "mxfp8",
+    *,
+    overrides: Mapping[str, Override] | str | Path | None = None,
+    example_inputs: Any = None,
+) -> Plan:
+    """The plan `apply_recipe` would carry out; the model is not touched.
+
+    Args:
+        model: any module, on any device, meta included.
+        recipe: a shipped recipe's name, a YAML file, or a `Recipe`.
+        overrides: pattern to override (see `rules`), or a YAML file of them.
+        example_inputs: positional arguments of one forward (a tuple), a mapping of keyword arguments,
+            or a single argument. The forward runs once, in the model's current mode, and is recorded.
+
+    Raises:
+        ValueError: unknown recipe, bad override, an override that matches no layer or asks the impossible,
+            a model that already has a recipe, or example_inputs its forward does not take.
+    """
+    chosen = load_recipe(recipe)
+    user = Rules(load_overrides(overrides), "overrides")
+    names = _names(model)
+    _refuse_second(names)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    found = _candidates(names)
+    planner = _LayerPlanner(chosen, user, backends.select(device))
+    layers = [planner.plan(names[module], module, candidate) for module, candidate in found]
+    layers = _keep_last(layers, chosen, user)
+    containers = [name for module in names if module._modules for name in names[module]]
+    check_all_matched(user, [layer.fqn for layer in layers], containers)
+    plan = Plan(recipe=chosen, layers=tuple(layers), device=device.type, backend=planner.backend)
+    if example_inputs is None or not plan.converted:
+        return plan
+    if device.type == "meta":
+        return replace(plan, notes=("example_inputs cannot run on the meta device: no edge is fused.",))
+    return with_recording(plan, model, record_forward(model, plan, example_inputs), "example_inputs")
+
+
+def with_recording(plan: Plan, model: nn.Module, recording: Recording, source: str) -> Plan:
+    """`plan` with the edges and token counts that a recorded forward shows."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    linears = {
+        layer.fqn: Linear(modules[layer.fqn], LinearConfig.of(layer.precision))
+        for layer in plan.converted
+        if layer.kind == "linear"
+    }
+    finder = EdgeFinder(recording, linears, modules, change_rounding=source == "example_inputs")
+    edges = [edge for layer in plan.converted if (edge := _edge(finder, layer)) is not None]
+    layers = tuple(_with_tokens(layer, recording.tokens.get(layer.fqn, 0)) for layer in plan.layers)
+    return replace(plan, layers=layers, edges=tuple(edges), recorded=source)
+
+
+def pieces(model: nn.Module, plan: Plan) -> set[nn.Module]:
+    """The modules a recording treats as one piece: every candidate layer."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return {modules[layer.fqn] for layer in plan.layers}
+
+
+def module_names(model: nn.Module) -> dict[nn.Module, str]:
+    """Every module with its first name."""
+    return {module: names[0] for module, names in _names(model).items()}
+
+
+def record_forward(model: nn.Module, plan: Plan, example_inputs: Any) -> Recording:
+    """Run one forward under a recorder and put back what it changed: buffers and random state."""
+    args, kwargs = _arguments(example_inputs)
+    buffers = {buffer: buffer.clone() for buffer in model.buffers() if buffer is not None}
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    recorder = Recorder()
+    try:
+        with torch.random.fork_rng(devices=sorted(devices)), torch.enable_grad():
+            with recorder.watch(module_names(model), pieces(model, plan)) as recording:
+                recorder.finish(model(*args, **kwargs))
+    except Exception as error:
+        raise ValueError(
+            f"example_inputs: the forward of {type(model).__name__} failed on them: {type(error).__name__}: {error}; "
+            "pass a tuple of positional arguments or a mapping of keyword arguments"
+        ) from error
+    finally:
+        with torch.no_grad():
+            for buffer, saved in buffers.items():
+                buffer.copy_(saved)
+    return recording
+
+
+def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example_inputs, tuple):
+        return example_inputs, {}
+    if isinstance(example_inputs, Mapping) and all(isinstance(key, str) for key in example_inputs):
+        return (), dict(example_inputs)
+    return (example_inputs,), {}
+
+
+def _edge(finder: EdgeFinder, layer: LayerPlan) -> EdgePlan | None:
+    if layer.kind == "norm":
+        return finder.norm(layer.fqn)
+    if layer.kind == "activation":
+        return finder.activation(layer.fqn)
+    return finder.function(layer.fqn) if layer.kind == "linear" else None
+
+
+def _with_tokens(layer: LayerPlan, tokens: int) -> LayerPlan:
+    if layer.kind != "linear" or not tokens:
+        return layer
+    cost = linear_cost(tokens, layer.in_features, layer.out_features, layer.precision)
+    return replace(layer, tokens=tokens, cost=cost)
+
+
+def _names(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Every module, in definition order, with all the names it goes by."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return names
+
+
+def _refuse_second(names: dict[nn.Module, list[str]]) -> None:
+    for module, found in names.items():
+        if is_swapped(module):
+            raise ValueError(
+                f"{found[0] or type(module).__name__}: already MXFP8 ({type(module).__name__}); a recipe is applied "
+                "once, call revert(model) first"
+            )
+
+
+def _candidates(names: dict[nn.Module, list[str]]) -> list[tuple[nn.Module, Candidate]]:
+    parents = {child: module for module in names for child in module._modules.values() if child is not None}
+    cache: dict[object, Any] = {}
+    found = ((module, recognize(module, parents.get(module), cache)) for module in names)
+    return [(module, candidate) for module, candidate in found if candidate is not None]
+
+
+class _LayerPlanner:
+    def __init__(self, recipe: Recipe, user: Rules, backend: str) -> None:
+        self.recipe, self.user, self.backend = recipe, user, backend
+        self.own = Rules(recipe.rules, f"recipe {recipe.name}")
+
+    def plan(self, names: list[str], module: nn.Module, candidate: Candidate) -> LayerPlan:
+        precision, reason = base_precision(self.recipe, self.own, names, candidate.kind)
+        match = self.user.match(names, candidate.kind)
+        if match is not None:
+            where = f"overrides: {match.pattern!r}"
+            precision = apply_override(precision, match.override, candidate.kind, where)
+            reason = f"{where} says bf16" if is_bf16(precision) else ""
+        if candidate.implementation is None:
+            reason = self._left_alone(names[0], candidate, precision, match)
+            precision = BF16
+        elif not is_bf16(precision) and match is None:
+            small = self._too_small(candidate)
+            precision, reason = (BF16, small) if small else (precision, reason)
+        return self._row(names, module, candidate, precision, reason)
+
+    def _left_alone(self, name: str, candidate: Candidate, precision: Any, match: Match | None) -> str:
+        if match is not None and match.exact and not is_bf16(precision):
+            raise ValueError(f"overrides: {match.pattern!r} asks for MXFP8, but {candidate.reason}; say 'bf16' for it")
+        hint = "" if match is not None else f" (say overrides={{{name!r}: 'bf16'}} to record the choice)"
+        return f"{candidate.reason}; it stays BF16{hint if candidate.kind == 'linear' else ''}"
+
+    def _too_small(self, candidate: Candidate) -> str:
+        if self.backend == "reference" or candidate.kind != "linear":
+            return ""
+        smallest = min(candidate.in_features, candidate.out_features)
+        if smallest >= self.recipe.gpu_min_features:
+            return ""
+        return f"{smallest} features is below gpu_min_features={self.recipe.gpu_min_features}: too small to gain"
+
+    def _row(self, names: list[str], module: nn.Module, candidate: Candidate, precision: Any, reason: str) -> LayerPlan:
+        implementation = None if is_bf16(precision) else candidate.implementation
+        if implementation is None:
+            precision = BF16
+        cost = Cost(0.0, 0.0)
+        if candidate.kind == "linear":
+            cost = linear_cost(DEFAULT_TOKENS, candidate.in_features, candidate.out_features, precision)
+        return LayerPlan(
+            fqn=names[0],
+            aliases=tuple(names[1:]),
+            kind=candidate.kind,
+            in_features=candidate.in_features,
+            out_features=candidate.out_features,
+            old_type=type(module).__name__,
+            new_type=implementation and f"MXFP8{type(module).__name__}",
+            reason=reason,
+            precision=precision,
+            implementation=implementation,
+            module_config=candidate.config,
+            mixes_tokens=bool(getattr(precision, "mixes_tokens", False)),
+            cost=cost,
+        )
+
+
+def _keep_last(layers: list[LayerPlan], recipe: Recipe, user: Rules) -> list[LayerPlan]:
+    """Leave the recipe's last share of convertible linears in BF16, except those the user spoke of."""
+    convertible = [i for i, layer in enumerate(layers) if layer.new_type is not None and layer.kind == "linear"]
+    count = math.ceil(recipe.bf16_last_fraction * len(convertible))
+    for i in convertible[len(convertible) - count :]:
+        layer = layers[i]
+        if user.match((layer.fqn, *layer.aliases), layer.kind) is None:
+            reason = f"recipe {recipe.name} keeps the last {recipe.bf16_last_fraction:.0%} of layers in BF16"
+            cost = Cost(layer.cost.bf16, layer.cost.bf16)
+            layers[i] = replace(
+                layer, new_type=None, implementation=None, precision=BF16, reason=reason, mixes_tokens=False, cost=cost
+            )
+    return layers
