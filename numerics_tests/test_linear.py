@@ -189,6 +189,22 @@ def test_autocast_decides_the_compute_dtype(dtype: torch.dtype, amp: torch.dtype
         expected.grad_weight.check(grads["weight"])
 
 
+def test_autocast_through_a_chain() -> None:
+    """The second layer gets autocast's dtype from the first and holds fp32 weights, as in any mixed-precision model."""
+    (first, ours), (second, theirs) = make(), make(k=64, n=32)
+    x = torch.randn(40, 96)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, _, grads = gradients(nn.Sequential(ours, theirs), x)
+        hidden = ours(x)
+        plain = second(first(x))
+    assert hidden.dtype == torch.bfloat16
+    weight, bias = second.weight.detach().bfloat16(), second.bias.detach().bfloat16()
+    expected = linear_oracle(hidden.detach(), weight, bias, torch.ones(40, 32).bfloat16(), LinearPrecision())
+    expected.output.check(out)
+    assert expected.output.far_from(plain)
+    assert {g.dtype for g in grads.values()} == {torch.float32}
+
+
 def test_dtypes_that_do_not_fit_are_refused_with_a_remedy() -> None:
     _, ours = make(dtype=torch.bfloat16)
     with pytest.raises(TypeError, match=r"got input torch\.float32 and weight torch\.bfloat16.*autocast"):
