@@ -7,14 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mxfp8_recipe.monitors.records import LayerAgreement, SameWeights, SegmentShift, TaskAgreement
+from mxfp8_recipe.monitors.records import GradientAgreement, LayerAgreement, SameWeights, SegmentShift, TaskAgreement
 from mxfp8_recipe.monitors.student_t import quantile
 from mxfp8_recipe.monitors.verdict import Evidence, Outcome, TaskGaps, decide, power, seed_interval
 
 BUDGET = 0.001
 
 
-def same_weights(seed: int = 0, *, layer_cosine: float = 0.999, segments: tuple = (), **changes) -> SameWeights:
+def same_weights(
+    seed: int = 0, *, grad: float = 0.04, layer_grad: float = 0.04, segments: tuple = (), **changes
+) -> SameWeights:
     task = {
         "task": "ctr",
         "rows": 1000,
@@ -25,11 +27,16 @@ def same_weights(seed: int = 0, *, layer_cosine: float = 0.999, segments: tuple 
         "calibration": 0.0004,
         "cross_entropy": 1e-5,
         "cross_entropy_error": 1e-5,
+        "bf16_logit_rms": 0.001,
+        "bf16_logit_mean": 0.0001,
         "segments": segments,
     }
-    layer = LayerAgreement(layer="top.0", quantized=True, sqnr_db=28.0, grad_cosine=layer_cosine, grad_norm_ratio=1.01)
-    cosine = changes.pop("grad_cosine", 0.999)
-    return SameWeights(seed=seed, tasks=(TaskAgreement(**task | changes),), layers=(layer,), grad_cosine=cosine)
+    layer = LayerAgreement(layer="top.0", quantized=True, sqnr_db=28.0, gradient=gradient(layer_grad))
+    return SameWeights(seed=seed, tasks=(TaskAgreement(**task | changes),), layers=(layer,), gradient=gradient(grad))
+
+
+def gradient(error: float) -> GradientAgreement:
+    return GradientAgreement(cosine=0.999, error=error, bf16_error=0.004)
 
 
 def evidence(mxfp8, placebos=None, *, measured=None, **changes) -> Evidence:
@@ -114,9 +121,9 @@ def test_a_wider_budget_never_turns_pass_into_anything_else(mean, seeds, values)
         ({"logit_mean": math.nan}, "mean logit error"),
         ({"logit_rms": math.nan}, "logit RMS error"),
         ({"calibration": -0.0021}, "calibration change"),
-        ({"grad_cosine": 0.98}, "gradient cosine"),
-        ({"grad_cosine": math.nan}, "gradient cosine"),
-        ({"layer_cosine": 0.9}, "gradient cosine of a layer"),
+        ({"grad": 0.065}, "gradient error over BF16's own"),
+        ({"grad": math.nan}, "gradient error over BF16's own"),
+        ({"layer_grad": 0.13}, "gradient error of a layer over BF16's own"),
         ({"segments": (SegmentShift(segment=3, rows=900, mean=0.003, error=4e-4),)}, "mean logit error of a segment"),
     ],
 )
@@ -142,7 +149,7 @@ def test_every_task_must_pass():
 
 
 def test_identity_passes_with_one_seed_and_says_why():
-    exact = same_weights(logit_rms=0.0, logit_mean=0.0, logit_max=0.0, calibration=0.0, grad_cosine=1.0)
+    exact = same_weights(logit_rms=0.0, logit_mean=0.0, logit_max=0.0, calibration=0.0, grad=0.0)
     given_ = evidence([0.0], measured=(exact,), identical=True, identity=True, quantizes=False)
     decision = decide(given_)
     assert decision.outcome is Outcome.PASS

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
+BF16_ROUNDOFF = 2.0**-9
+"""Relative error of one rounding to BF16, in round numbers: half an ulp of a significand of 8 bits at most."""
+
 
 class Record(BaseModel):
     """Base of every record: frozen, unknown fields refused, NaN and infinity kept in JSON."""
@@ -27,11 +30,15 @@ class SegmentShift(Record):
 class TaskAgreement(Record):
     """One task's predictions of two models with the same weights on the same rows; candidate minus reference.
 
+    The reference runs in BF16, and once more in FP32: what BF16 itself does to the same rows is the scale to read
+    the candidate's errors by.
+
     Attributes:
         rows: rows compared; every row counts once, whatever its weight, since every row is served.
         logit_rms, logit_mean, logit_max: of the logit error; `logit_mean_error` is the standard error of the mean.
         calibration: sum(w p_candidate) / sum(w p_reference) - 1.
         cross_entropy: weighted mean difference of CE, relative to the reference's CE; `cross_entropy_error` likewise.
+        bf16_logit_rms, bf16_logit_mean: of the reference's own error, BF16 minus FP32.
         segments: mean logit error by segment.
     """
 
@@ -44,7 +51,28 @@ class TaskAgreement(Record):
     calibration: float
     cross_entropy: float
     cross_entropy_error: float
+    bf16_logit_rms: float
+    bf16_logit_mean: float
     segments: tuple[SegmentShift, ...] = ()
+
+
+class GradientAgreement(Record):
+    """Gradients of the same loss by candidate and reference.
+
+    Attributes:
+        cosine: between the two.
+        error: norm of their difference over the norm of the reference's.
+        bf16_error: the same between the reference in BF16 and in FP32.
+    """
+
+    cosine: float
+    error: float
+    bf16_error: float
+
+    @property
+    def error_ratio(self) -> float:
+        """Error in units of BF16's own, which is taken to be at least `BF16_ROUNDOFF`."""
+        return self.error / max(self.bf16_error, BF16_ROUNDOFF)
 
 
 class LayerAgreement(Record):
@@ -54,15 +82,13 @@ class LayerAgreement(Record):
         layer: fully qualified name.
         quantized: the candidate's module is of another class than the reference's.
         sqnr_db: output signal to error power, upstream error included; None where the output is no float tensor.
-        grad_cosine: between the gradients of the module's own parameters; None without any.
-        grad_norm_ratio: candidate over reference.
+        gradient: of the module's own parameters; None without any.
     """
 
     layer: str
     quantized: bool
     sqnr_db: float | None
-    grad_cosine: float | None
-    grad_norm_ratio: float | None
+    gradient: GradientAgreement | None
 
 
 class SameWeights(Record):
@@ -71,10 +97,9 @@ class SameWeights(Record):
     seed: int
     tasks: tuple[TaskAgreement, ...]
     layers: tuple[LayerAgreement, ...]
-    grad_cosine: float
+    gradient: GradientAgreement
 
     @property
     def identical(self) -> bool:
-        """No logit and no gradient differed in any bit that matters: errors and cosine are exact."""
-        layers = all(layer.grad_norm_ratio in (None, 1.0) for layer in self.layers)
-        return layers and all(task.logit_max == 0 for task in self.tasks)
+        """No logit and no gradient of the two differs."""
+        return self.gradient.error == 0 and all(task.logit_max == 0 for task in self.tasks)

@@ -1,7 +1,8 @@
 """Two models with the same weights on the same rows: what quantization alone does to logits, layers and gradients.
 
 Training noise cannot hide here, so the hard gates of a verdict sit on these numbers. Logit error e of independent
-rows with RMS s costs about 0.5 s^2 E[p(1 - p)] nats; its mean moves calibration directly.
+rows with RMS s costs about 0.5 s^2 E[p(1 - p)] nats; its mean moves calibration directly. The reference model also
+runs in FP32, which shows what BF16 itself does to the same logits and gradients.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mxfp8_recipe.monitors.records import LayerAgreement, SameWeights, SegmentShift, TaskAgreement
+from mxfp8_recipe.monitors.records import GradientAgreement, LayerAgreement, SameWeights, SegmentShift, TaskAgreement
 
 SEGMENT_RESOLUTION = 0.0005
 """A segment stands alone when the standard error of its mean logit error is at most this, a quarter of the gate:
@@ -34,6 +35,12 @@ class LabeledBatch(Protocol):
 
 Precision = Callable[[], AbstractContextManager[Any]]
 LossFunction = Callable[[nn.Module, Any], Tensor]
+Judge = Callable[[Tensor, Any], tuple[Tensor, Tensor]]
+
+
+def as_predicted(logits: Tensor, batch: LabeledBatch) -> tuple[Tensor, Tensor]:
+    """The default `Judge`: logits and weights (B, T) as they are."""
+    return logits.detach().double(), batch.weights
 
 
 def compare_same_weights(
@@ -45,9 +52,10 @@ def compare_same_weights(
     seed: int,
     precision: Precision,
     loss: LossFunction,
-    gradient_batches: int = 2,
+    judge: Judge = as_predicted,
+    gradient_batches: int = 4,
 ) -> SameWeights:
-    """Run both models over the same batches in eval mode; leaves parameters, buffers, modes and grads as they were.
+    """Run both models over the same batches in eval mode; parameters, buffers, modes and grads stay as they were.
 
     Args:
         reference: the model that serves, `model(batch) -> logits (B, T)`.
@@ -55,8 +63,9 @@ def compare_same_weights(
         batches: `LabeledBatch`es.
         tasks: T names.
         seed: goes into the record.
-        precision: context to run a forward in, such as autocast.
+        precision: context to run a forward in: autocast to BF16. Without it, a forward is FP32.
         loss: scalar loss of a model on a batch.
+        judge: logits in fp64 and weights to judge a batch by, such as corrected for negative sampling.
         gradient_batches: gradients and layer outputs are compared on this many leading batches.
     """
     errors = [_LogitErrors(task) for task in tasks]
@@ -67,16 +76,19 @@ def compare_same_weights(
     try:
         for batch in batches:
             with torch.no_grad(), precision():
-                logits = [model(batch).detach().double() for model in (reference, candidate)]
+                outputs = [reference(batch), candidate(batch)]
+            with torch.no_grad():
+                outputs.append(reference(batch))
+            logits, weights = torch.stack([judge(p, batch)[0] for p in outputs]), judge(outputs[0], batch)[1]
             for column, task in enumerate(errors):
-                task.add(logits[0][:, column], logits[1][:, column], batch, column)
+                task.add(logits[..., column], batch.labels[:, column], weights[:, column], batch.segments)
             if len(first) < gradient_batches:
                 first.append(batch)
-        layers, cosine = _compare_layers(reference, candidate, first, precision=precision, loss=loss)
+        layers, gradient = _compare_layers(reference, candidate, first, precision=precision, loss=loss)
     finally:
         for module, training in modes:
             module.training = training
-    return SameWeights(seed=seed, tasks=tuple(task.record() for task in errors), layers=layers, grad_cosine=cosine)
+    return SameWeights(seed=seed, tasks=tuple(task.record() for task in errors), layers=layers, gradient=gradient)
 
 
 @dataclass
@@ -100,6 +112,10 @@ class _Moments:
         return self.total / self.count if self.count else 0.0
 
     @property
+    def rms(self) -> float:
+        return math.sqrt(self.squares / self.count) if self.count else 0.0
+
+    @property
     def error(self) -> float:
         """Standard error of the mean; infinite below two rows."""
         if self.count < 2:
@@ -114,26 +130,28 @@ class _LogitErrors:
 
     task: str
     errors: _Moments = field(default_factory=_Moments)
+    bf16: _Moments = field(default_factory=_Moments)
     largest: float = 0.0
     segments: dict[int, _Moments] = field(default_factory=lambda: defaultdict(_Moments))
     predicted: Tensor | None = None
     entropy: Tensor | None = None
 
-    def add(self, reference: Tensor, candidate: Tensor, batch: LabeledBatch, column: int) -> None:
-        error = candidate - reference
+    def add(self, logits: Tensor, labels: Tensor, weights: Tensor, segments: Tensor | None) -> None:
+        """`logits`: of reference, candidate and reference in FP32 (3, B); the rest (B,)."""
+        pair, error = logits[:2], logits[1] - logits[0]
         self.errors.add(error)
+        self.bf16.add(logits[0] - logits[2])
         self.largest = max(self.largest, float(error.abs().nan_to_num(math.inf).max())) if len(error) else self.largest
-        y, w = batch.labels[:, column].double(), batch.weights[:, column].double()
-        pair = torch.stack([reference, candidate])
+        y, w = labels.double(), weights.double()
         predicted = (w * pair.sigmoid()).sum(1)
         entropy = F.binary_cross_entropy_with_logits(pair, y.expand_as(pair), reduction="none")
         difference = entropy[1] - entropy[0]
         sums = torch.stack([(w * difference).sum(), (w * difference).square().sum(), (w * entropy[0]).sum()])
         self.predicted = predicted if self.predicted is None else self.predicted + predicted
         self.entropy = sums if self.entropy is None else self.entropy + sums
-        if batch.segments is not None:
-            for segment in batch.segments.unique().tolist():
-                self.segments[segment].add(error[batch.segments == segment])
+        if segments is not None:
+            for segment in segments.unique().tolist():
+                self.segments[segment].add(error[segments == segment])
 
     def record(self) -> TaskAgreement:
         if self.predicted is None or self.entropy is None:
@@ -143,13 +161,15 @@ class _LogitErrors:
         return TaskAgreement(
             task=self.task,
             rows=int(self.errors.count),
-            logit_rms=math.sqrt(self.errors.squares / max(self.errors.count, 1)),
+            logit_rms=self.errors.rms,
             logit_mean=self.errors.mean,
             logit_mean_error=self.errors.error,
             logit_max=self.largest,
             calibration=candidate / reference - 1 if reference else 0.0,
             cross_entropy=difference / entropy if entropy else 0.0,
             cross_entropy_error=math.sqrt(squares) / entropy if entropy else 0.0,
+            bf16_logit_rms=self.bf16.rms,
+            bf16_logit_mean=self.bf16.mean,
             segments=tuple(self._segments()),
         )
 
@@ -165,42 +185,45 @@ class _LogitErrors:
             yield SegmentShift(segment=None, rows=int(pool.count), mean=pool.mean, error=pool.error)
 
 
+Gradients = dict[str, Tensor]
+"""Gradient of each parameter by name, dense, flat, fp64."""
+
+
 def _compare_layers(
     reference: nn.Module, candidate: nn.Module, batches: list[Any], *, precision: Precision, loss: LossFunction
-) -> tuple[tuple[LayerAgreement, ...], float]:
-    """SQNR of every module's output and cosine of every module's own gradient, over the batches together."""
-    kept = {id(p): p.grad for model in (reference, candidate) for p in model.parameters()}
+) -> tuple[tuple[LayerAgreement, ...], GradientAgreement]:
+    """SQNR of every module's output and agreement of every module's own gradient, over the batches together."""
     powers: dict[str, Tensor] = {}
-    with _gradients_restored(reference, candidate, kept):
-        for batch in batches:
-            outputs: dict[str, list[Tensor]] = defaultdict(list)
-            with _recording(reference, outputs), precision():
-                value = loss(reference, batch)
-            value.backward()
-            seen: dict[str, list[Tensor]] = defaultdict(list)
-            with _recording(candidate, seen), precision():
-                value = loss(candidate, batch)
-            value.backward()
-            for name in outputs.keys() & seen.keys():
-                for a, b in zip(outputs[name], seen[name], strict=False):
-                    if a.shape == b.shape:
-                        power = torch.stack([a.square().sum(), (a - b).square().sum()])
-                        powers[name] = powers.get(name, torch.zeros_like(power)) + power
-        return _layer_records(reference, candidate, powers)
+    grads: list[Gradients] = [{}, {}, {}]
+    for batch in batches:
+        outputs: list[dict[str, list[Tensor]]] = [defaultdict(list), defaultdict(list)]
+        for index, model in enumerate((reference, candidate)):
+            with _recording(model, outputs[index]), precision():
+                value = loss(model, batch)
+            _add_gradients(grads[index], model, value)
+        _add_gradients(grads[2], reference, loss(reference, batch))
+        _add_powers(powers, *outputs)
+    return _layer_records(reference, candidate, powers, grads)
 
 
-@contextmanager
-def _gradients_restored(reference: nn.Module, candidate: nn.Module, kept: dict[int, Tensor | None]) -> Iterator[None]:
-    models = (reference, candidate)
-    try:
-        for model in models:
-            for parameter in model.parameters():
-                parameter.grad = None
-        yield
-    finally:
-        for model in models:
-            for parameter in model.parameters():
-                parameter.grad = kept[id(parameter)]
+def _add_gradients(into: Gradients, model: nn.Module, loss: Tensor) -> None:
+    """Add the gradient of `loss`; `.grad` is not touched."""
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, grad in zip(named, torch.autograd.grad(loss, list(named.values()), allow_unused=True), strict=True):
+        if grad is not None:
+            flat = (grad.to_dense() if grad.is_sparse else grad).double().flatten()
+            into[name] = into[name] + flat if name in into else flat
+
+
+def _add_powers(
+    powers: dict[str, Tensor], reference: dict[str, list[Tensor]], candidate: dict[str, list[Tensor]]
+) -> None:
+    """Add each module's (signal, noise) power."""
+    for name in reference.keys() & candidate.keys():
+        for a, b in zip(reference[name], candidate[name], strict=False):
+            if a.shape == b.shape:
+                power = torch.stack([a.square().sum(), (a - b).square().sum()])
+                powers[name] = powers[name] + power if name in powers else power
 
 
 @contextmanager
@@ -224,59 +247,56 @@ def _recording(model: nn.Module, outputs: dict[str, list[Tensor]]) -> Iterator[N
 
 
 def _layer_records(
-    reference: nn.Module, candidate: nn.Module, powers: dict[str, Tensor]
-) -> tuple[tuple[LayerAgreement, ...], float]:
+    reference: nn.Module, candidate: nn.Module, powers: dict[str, Tensor], grads: list[Gradients]
+) -> tuple[tuple[LayerAgreement, ...], GradientAgreement]:
     twins = dict(candidate.named_modules())
+    common = grads[0].keys() & grads[1].keys() & grads[2].keys()
+    products = {name: _products(*(g[name] for g in grads)) for name in common}
     layers = []
-    total = torch.zeros(3, dtype=torch.float64)
     for name, module in reference.named_modules():
-        twin = twins.get(name)
-        if twin is None:
-            continue
-        products = _grad_products(module, twin)
-        if products is not None:
-            total += products
-        if name in powers or products is not None:
+        own = [f"{name}.{p}" if name else p for p, _ in module.named_parameters(recurse=False)]
+        mine = [products[p] for p in own if p in products]
+        if name in twins and (name in powers or mine):
             layers.append(
                 LayerAgreement(
                     layer=name,
-                    quantized=type(twin) is not type(module),
+                    quantized=type(twins[name]) is not type(module),
                     sqnr_db=_sqnr_db(powers[name]) if name in powers else None,
-                    grad_cosine=None if products is None else _cosine(products),
-                    grad_norm_ratio=None if products is None else _norm_ratio(products),
+                    gradient=_agreement(mine) if mine else None,
                 )
             )
-    return tuple(layers), _cosine(total)
+    return tuple(layers), _agreement(list(products.values()))
 
 
-def _grad_products(module: nn.Module, twin: nn.Module) -> Tensor | None:
-    """(g_r . g_c, |g_r|^2, |g_c|^2) over the module's own parameters, fp64 on the CPU."""
-    products = torch.zeros(3, dtype=torch.float64)
-    found = False
-    for name, parameter in module.named_parameters(recurse=False):
-        a, b = parameter.grad, getattr(twin, name).grad
-        if a is None or b is None:
-            continue
-        a, b = (g.to_dense() if g.is_sparse else g for g in (a, b))
-        a, b = a.double().flatten(), b.double().flatten()
-        products += torch.stack([a @ b, a @ a, b @ b]).cpu()
-        found = True
-    return products if found else None
+def _products(bf16: Tensor, candidate: Tensor, fp32: Tensor) -> Tensor:
+    """What `_agreement` needs of one parameter's three gradients: six inner products, on the CPU."""
+    difference, own = candidate - bf16, bf16 - fp32
+    pairs = (
+        (bf16, candidate),
+        (bf16, bf16),
+        (candidate, candidate),
+        (difference, difference),
+        (own, own),
+        (fp32, fp32),
+    )
+    return torch.stack([a @ b for a, b in pairs]).cpu()
 
 
-def _cosine(products: Tensor) -> float:
-    """1 where both gradients vanish or are equal; NaN stays NaN."""
-    dot, a, b = products.tolist()
-    if dot == a == b:
-        return 1.0
-    return dot / math.sqrt(a * b) if a * b > 0 else (math.nan if math.isnan(a * b) else 0.0)
+def _agreement(products: list[Tensor]) -> GradientAgreement:
+    """Of several parameters taken as one vector; equal gradients agree exactly, zero ones included."""
+    total = torch.stack(products).sum(0).tolist() if products else [0.0] * 6
+    dot, bf16, candidate, difference, own, fp32 = total
+    if difference == 0:
+        cosine = 1.0
+    else:
+        cosine = dot / math.sqrt(bf16 * candidate) if bf16 * candidate > 0 else math.nan if math.isnan(dot) else 0.0
+    return GradientAgreement(cosine=cosine, error=_relative(difference, bf16), bf16_error=_relative(own, fp32))
 
 
-def _norm_ratio(products: Tensor) -> float:
-    _, a, b = products.tolist()
-    if a == b:
-        return 1.0
-    return math.sqrt(b / a) if a > 0 else math.inf
+def _relative(squared_error: float, squared_norm: float) -> float:
+    if squared_error == 0:
+        return 0.0
+    return math.sqrt(squared_error / squared_norm) if squared_norm > 0 else math.inf
 
 
 def _sqnr_db(power: Tensor) -> float:

@@ -54,18 +54,20 @@ class GateLimits:
         logit_mean: absolute; 0.03 would move calibration by about 3 %.
         segment_mean: the same, for every segment known well enough (`shadow.SEGMENT_RESOLUTION`).
         calibration: relative change of sum(w p); a mean logit error of `logit_mean` moves it by at most that much.
-        grad_cosine: of the whole gradient. Error independent of the gradient adds 1/c^2 - 1 to the variance of a
-            minibatch gradient, which is what a batch smaller by 1 - c^2 would add: 0.99 stands for 2 % fewer rows.
-        layer_grad_cosine: of each quantized layer; 0.95 stands for 10 % fewer rows seen by that layer alone. A
-            transposed or mis-scaled operand lands far below it.
+        grad_error_ratio: error of the whole gradient over BF16's own error of the same gradient. Cancellation, which
+            makes a gradient near its optimum sensitive to any rounding, hits both alike and drops out of the ratio.
+            What remains is the ratio of the formats' unit roundoffs: E4M3 keeps 3 bits after the leading one
+            where BF16 keeps 7, hence 2^4. A GEMM in MXFP8 rounds its operands only, so it should stay below.
+        layer_grad_error_ratio: the same for each quantized layer, twice as wide, since one layer's gradient is
+            a smaller sample. Scales that saturate, or a mis-scaled or transposed operand, land above it.
     """
 
     logit_rms: float = 0.03
     logit_mean: float = 0.002
     segment_mean: float = 0.002
     calibration: float = 0.002
-    grad_cosine: float = 0.99
-    layer_grad_cosine: float = 0.95
+    grad_error_ratio: float = 16.0
+    layer_grad_error_ratio: float = 32.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,7 @@ class Gate:
     detail: str = ""
 
     def __str__(self) -> str:
-        sign = ("<=" if self.holds else ">") if "cosine" not in self.name else (">=" if self.holds else "<")
+        sign = "<=" if self.holds else ">"
         return f"{self.name} {self.value:.3g} {sign} {self.limit:g}{f' ({self.detail})' if self.detail else ''}"
 
 
@@ -164,6 +166,7 @@ class Evidence:
         quantizes: the recipe put at least one layer into MXFP8.
         identity: the recipe is meant to change nothing.
         interrupted: why the run is incomplete, or empty.
+        diverged: one sentence for each seed whose MXFP8 twin ended in NaN where the BF16 twin did not.
     """
 
     gaps: tuple[TaskGaps, ...]
@@ -173,6 +176,7 @@ class Evidence:
     quantizes: bool = True
     identity: bool = False
     interrupted: str = ""
+    diverged: tuple[str, ...] = ()
 
 
 def decide(evidence: Evidence, *, budget: float = 0.001, limits: GateLimits | None = None) -> Decision:
@@ -185,9 +189,10 @@ def decide(evidence: Evidence, *, budget: float = 0.001, limits: GateLimits | No
     failed = [task for task in tasks if task.outcome is Outcome.FAIL]
     open_tasks = [task for task in tasks if task.outcome is Outcome.INCONCLUSIVE]
     decided, undecided = _what_is_known(gates, tasks)
-    if broken or failed:
+    if broken or failed or evidence.diverged:
         outcome = Outcome.FAIL
-        reasons = [f"gate broken: {gate}" for gate in broken] + [task.reason for task in failed]
+        reasons = [f"MXFP8 training diverged where BF16 did not: {sentence}" for sentence in evidence.diverged]
+        reasons += [f"gate broken: {gate}" for gate in broken] + [task.reason for task in failed]
     elif evidence.interrupted:
         outcome, reasons = Outcome.INCONCLUSIVE, [evidence.interrupted]
     elif evidence.identical and evidence.identity:
@@ -235,17 +240,16 @@ def same_weights_gates(measured: Sequence[SameWeights], limits: GateLimits) -> t
         if segments:
             gates.append(_largest(f"{task.task}: mean logit error of a segment", segments, limits.segment_mean))
     if measured:
-        gates.append(
-            _smallest("gradient cosine", [(m.grad_cosine, f"seed {m.seed}") for m in measured], limits.grad_cosine)
-        )
+        whole = [(m.gradient.error_ratio, f"seed {m.seed}") for m in measured]
+        gates.append(_largest("gradient error over BF16's own", whole, limits.grad_error_ratio))
     layers = [
-        (layer.grad_cosine, f"seed {m.seed}, {layer.layer}")
+        (layer.gradient.error_ratio, f"seed {m.seed}, {layer.layer}")
         for m in measured
         for layer in m.layers
-        if layer.quantized and layer.grad_cosine is not None
+        if layer.quantized and layer.gradient is not None
     ]
     if layers:
-        gates.append(_smallest("gradient cosine of a layer", layers, limits.layer_grad_cosine))
+        gates.append(_largest("gradient error of a layer over BF16's own", layers, limits.layer_grad_error_ratio))
     return tuple(gates)
 
 
@@ -259,11 +263,6 @@ def _segment_means(task: TaskAgreement) -> list[tuple[float, str]]:
 def _largest(name: str, values: list[tuple[float, str]], limit: float) -> Gate:
     value, where = max(values, key=lambda pair: math.inf if math.isnan(pair[0]) else abs(pair[0]))
     return Gate(name=name, value=value, limit=limit, holds=abs(value) <= limit, detail=where)
-
-
-def _smallest(name: str, values: list[tuple[float, str]], limit: float) -> Gate:
-    value, where = min(values, key=lambda pair: -math.inf if math.isnan(pair[0]) else pair[0])
-    return Gate(name=name, value=value, limit=limit, holds=value >= limit, detail=where)
 
 
 @dataclass(frozen=True)

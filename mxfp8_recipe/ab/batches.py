@@ -1,0 +1,120 @@
+"""Batches on their way to the arms: checked once, kept in memory if they fit, corrected for negative sampling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from mxfp8_recipe.ab.types import Batch, Dataset, FeatureSpec
+
+CACHE_BYTES = 2 << 30
+
+
+class CheckedBatches:
+    """One part of a data set as batches that can be gone through again and again.
+
+    The first time through, every batch is checked. Batches stay in memory until they exceed `limit` bytes;
+    a larger part is read from its source each time.
+
+    Args:
+        dataset: where the rows come from.
+        part: `train` or `heldout`.
+        batch_size: rows a batch.
+    """
+
+    def __init__(self, dataset: Dataset, part: str, batch_size: int, *, limit: int = CACHE_BYTES) -> None:
+        self.dataset, self.part, self.batch_size, self.limit = dataset, part, batch_size, limit
+        self.rows: int | None = None
+        self._kept: list[Batch] | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self._kept is not None:
+            yield from self._kept
+            return
+        source = self.dataset.train_batches if self.part == "train" else self.dataset.heldout_batches
+        kept: list[Batch] | None = []
+        size = seen = 0
+        for batch in source(self.batch_size):
+            if self.rows is None:
+                check_batch(batch, self.dataset.spec, f"{self.part} rows {seen} to {seen + len(batch) - 1}")
+            seen += len(batch)
+            size += _bytes(batch)
+            if size > self.limit:
+                kept = None
+            if kept is not None:
+                kept.append(batch)
+            yield batch
+        if not seen:
+            raise ValueError(f"data {self.dataset.name}: it has no {self.part} rows; ask for more rows")
+        self.rows, self._kept = seen, kept
+
+
+def _bytes(batch: Batch) -> int:
+    tensors = (getattr(batch, f.name) for f in fields(batch))
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+
+
+def check_batch(batch: Batch, spec: FeatureSpec, where: str) -> None:
+    """Raise one `ValueError` naming every kind of unusable value in a batch, with counts and a first example."""
+    problems = []
+
+    def count(bad: Tensor, values: Tensor, what: str) -> None:
+        if bool(bad.any()):
+            index = bad.nonzero()[0].tolist()
+            problems.append(f"{int(bad.sum())} {what} (such as {values[tuple(index)].item():g} at index {index})")
+
+    shape = (len(batch), len(spec.tasks))
+    for name in ("labels", "weights"):
+        if tuple(getattr(batch, name).shape) != shape:
+            problems.append(f"{name} have shape {tuple(getattr(batch, name).shape)}, expected {shape}")
+    if not problems:
+        count(~batch.dense.isfinite(), batch.dense, "dense features are NaN or infinite")
+        count(~((batch.labels >= 0) & (batch.labels <= 1)), batch.labels, "labels lie outside [0, 1]")
+        weights = batch.weights
+        count(~((weights >= 0) & weights.isfinite()), weights, "weights are negative, NaN or infinite")
+        sizes = torch.tensor(spec.cardinalities, device=batch.sparse.device)
+        if batch.sparse.shape[1:] == sizes.shape:
+            count(
+                (batch.sparse < 0) | (batch.sparse >= sizes), batch.sparse, "categorical ids exceed their cardinality"
+            )
+        else:
+            problems.append(f"sparse has shape {tuple(batch.sparse.shape)}, expected (B, {len(sizes)})")
+        if batch.history is not None and spec.history_field is not None:
+            size = spec.cardinalities[spec.history_field]
+            outside = (batch.history < 0) | (batch.history >= size)
+            count(outside, batch.history, "history ids lie outside their cardinality")
+    if problems:
+        raise ValueError(f"data, {where}: {'; '.join(problems)}")
+
+
+@dataclass(frozen=True)
+class SamplingCorrection:
+    """Undoes negative sampling when predictions are judged; training sees the sampled rows as they are.
+
+    Negatives of the first task were kept with probability `rate`. A model of the sampled rows predicts p; on
+    the scale of all rows that is q = p / (p + (1 - p) / rate), a logit shifted by log(rate), and each kept
+    negative stands for 1 / rate of them (He et al. 2014, section 6.3). Later tasks, such as conversion of a click, are
+    conditioned on a positive and stay as they are.
+    """
+
+    rate: float = 1.0
+
+    def logits(self, logits: Tensor) -> Tensor:
+        """(B, T) in fp64."""
+        shifted = logits.detach().double()
+        if self.rate != 1.0:
+            shifted = shifted.clone()
+            shifted[:, 0] += math.log(self.rate)
+        return shifted
+
+    def weights(self, batch: Batch) -> Tensor:
+        """(B, T): a kept negative counts 1 / rate."""
+        if self.rate == 1.0:
+            return batch.weights
+        weights = batch.weights.clone()
+        weights[:, 0] *= batch.labels[:, 0] + (1 - batch.labels[:, 0]) / self.rate
+        return weights

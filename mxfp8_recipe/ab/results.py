@@ -1,0 +1,205 @@
+"""What each arm of each seed measured, kept on disk as it finishes, so that nothing measured is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import Field
+
+from mxfp8_recipe.ab.arms import CANDIDATE, PLACEBOS, REFERENCE
+from mxfp8_recipe.ab.config import difference
+from mxfp8_recipe.monitors.records import Record, SameWeights
+
+
+class Metrics(Record):
+    """Metrics of one task over one set of rows; NaN where a class is missing. `rows` have positive weight."""
+
+    rows: int
+    ne: float
+    calibration: float
+    ne_calibration_free: float
+    log_loss: float
+    auc: float
+
+
+class CurvePoint(Record):
+    """`metrics.CalibrationBin`, as a record."""
+
+    predicted: float
+    observed: float
+    observed_error: float
+    rows: int
+
+
+class TaskResult(Record):
+    """One task of one arm.
+
+    Attributes:
+        served: held-out rows, trained weights run in BF16, which is what serves. The verdict looks at this.
+        trained: held-out rows, in the precision the arm trained in.
+        progressive: every training row predicted before it was trained on (first epoch), lifetime.
+        ne_windowed: progressive NE over the last window.
+        trace: (rows seen, NE of the window ending there), progressive.
+        curve: calibration curve of `served`.
+    """
+
+    task: str
+    served: Metrics
+    trained: Metrics
+    progressive: Metrics
+    ne_windowed: float
+    trace: tuple[tuple[int, float], ...]
+    curve: tuple[CurvePoint, ...]
+
+
+class ArmResult(Record):
+    """One arm of one seed.
+
+    Attributes:
+        tasks: empty for an arm that diverged.
+        digests: SHA-256 of all predictions by name (`served`, `trained`, `progressive`): equal means bitwise equal.
+        diverged: what happened, or empty.
+    """
+
+    arm: str
+    seed: int
+    steps: int
+    train_rows: int
+    heldout_rows: int
+    window_rows: int
+    seconds: float
+    tasks: tuple[TaskResult, ...] = ()
+    digests: dict[str, str] = Field(default_factory=dict)
+    diverged: str = ""
+
+    def task(self, name: str) -> TaskResult:
+        return next(task for task in self.tasks if task.task == name)
+
+
+class Results:
+    """The results of a run so far, and the directory that holds them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.arms: dict[tuple[int, str], ArmResult] = {}
+        self.same_weights: dict[int, SameWeights] = {}
+
+    def complete_seeds(self) -> list[int]:
+        """Seeds with both twins trained to the end, in order."""
+        finished = {key for key, result in self.arms.items() if result.tasks}
+        return sorted(s for s, arm in finished if arm == CANDIDATE and (s, REFERENCE) in finished)
+
+    def of(self, arm: str) -> list[ArmResult]:
+        """Results of an arm, by seed."""
+        return [result for (_, name), result in sorted(self.arms.items()) if name == arm and result.tasks]
+
+    def divergences(self) -> list[str]:
+        return [result.diverged for _, result in sorted(self.arms.items()) if result.diverged]
+
+    def identical(self) -> bool:
+        """Every prediction of the twins, trained and held out, is bitwise equal in every complete seed."""
+        seeds = self.complete_seeds()
+        twins = [(self.arms[s, REFERENCE].digests, self.arms[s, CANDIDATE].digests) for s in seeds]
+        shadows = [self.same_weights[s].identical for s in seeds if s in self.same_weights]
+        return bool(seeds) and all(a == b for a, b in twins) and all(shadows)
+
+    def gaps(self, task: str) -> tuple[tuple[float, ...], dict[str, tuple[float, ...]]]:
+        """Relative NE gaps to the BF16 twin of the same seed: MXFP8's, and each placebo's."""
+        seeds = self.complete_seeds()
+
+        def gap(seed: int, arm: str) -> float:
+            base = self.arms[seed, REFERENCE].task(task).served.ne
+            return self.arms[seed, arm].task(task).served.ne / base - 1
+
+        placebos = {
+            name: tuple(gap(s, name) for s in seeds if (s, name) in self.arms)
+            for name in PLACEBOS
+            if any((s, name) in self.arms for s in seeds)
+        }
+        return tuple(gap(s, CANDIDATE) for s in seeds), placebos
+
+    def keep(self, result: ArmResult) -> None:
+        self.arms[result.seed, result.arm] = result
+        self._write(f"seed{result.seed}-{result.arm}.json", result)
+
+    def keep_same_weights(self, measured: SameWeights) -> None:
+        self.same_weights[measured.seed] = measured
+        self._write(f"seed{measured.seed}-same_weights.json", measured)
+
+    def open(self, fingerprint: dict[str, Any], *, resume: bool) -> None:
+        """Prepare the directory.
+
+        With `resume`, load what an earlier run of the same configuration finished. Without, move what an
+        earlier run left into `earlier/N`.
+
+        Raises:
+            ValueError: the earlier run's configuration differs, or there is none to resume.
+        """
+        record = self.directory / "config.json"
+        if resume:
+            self._check(record, fingerprint)
+            self._load()
+        else:
+            _set_aside(self.directory)
+        (self.directory / "results").mkdir(parents=True, exist_ok=True)
+        _replace(record, json.dumps(fingerprint, indent=2))
+
+    def _check(self, record: Path, fingerprint: dict[str, Any]) -> None:
+        if not record.is_file():
+            raise ValueError(f"--resume: {self.directory} holds no earlier run; leave --resume out to start one")
+        try:
+            earlier = json.loads(record.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--resume: {record} is not valid JSON ({error}); leave --resume out") from None
+        changed = difference(earlier, fingerprint)
+        if changed:
+            raise ValueError(
+                f"--resume: {self.directory} was measured under another configuration: {'; '.join(changed)}. "
+                "Repeat the earlier options, or choose another --out"
+            )
+
+    def _load(self) -> None:
+        for path in sorted((self.directory / "results").glob("seed*.json")):
+            if path.stem.endswith("same_weights"):
+                measured = _read(path, SameWeights)
+                self.same_weights[measured.seed] = measured
+            else:
+                result = _read(path, ArmResult)
+                self.arms[result.seed, result.arm] = result
+
+    def _write(self, name: str, record: Record) -> None:
+        _replace(self.directory / "results" / name, record.model_dump_json(indent=1))
+
+
+_R = TypeVar("_R", bound=Record)
+
+
+def _read(path: Path, kind: type[_R]) -> _R:
+    try:
+        return kind.model_validate_json(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"--resume: {path} is no result of this version ({error}); delete it and resume") from None
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write so that a reader, or a later run, sees the old file or the new one and never half of it."""
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(text)
+    os.replace(scratch, path)
+
+
+def _set_aside(directory: Path) -> None:
+    found = [directory / name for name in ("config.json", "results", "report.json", "report.html")]
+    found = [path for path in found if path.exists()]
+    if not found:
+        return
+    number = 1
+    while (directory / "earlier" / str(number)).exists():
+        number += 1
+    destination = directory / "earlier" / str(number)
+    destination.mkdir(parents=True)
+    for path in found:
+        path.rename(destination / path.name)
