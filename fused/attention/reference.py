@@ -27,7 +27,6 @@ does not belong to. Under a causal mask that leaves the diagonal blocks in the c
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +59,7 @@ def quantize_heads(
         `(qdata, scale, qdata_t, scale_t)`, uint8: (B, H, L, D), (B, H, L, ceil(D / 32)), (B, H, D, L) and
         (B, H, D, ceil(L / 32)); empty (0,) for an orientation without a spec.
     """
-    outputs = [x.new_empty(0, dtype=torch.uint8)] * 4
+    outputs = [x.new_empty(0, dtype=torch.uint8) for _ in range(4)]
     if rowwise is not None:
         qdata, scale = quantize_spec(x, rowwise, axis=-1, seed=seed, stream=stream)
         outputs[:2] = [_bytes(qdata), _bytes(scale)]
@@ -158,7 +157,7 @@ def attention_backward(
         `(grad_query, grad_key, grad_value, grad_mask)`, each of its tensor's shape and dtype, or empty (0,).
     """
     nothing, dtype, groups = query.new_empty(0), query.dtype, query.shape[1] // max(key.shape[1], 1)
-    grads: dict[str, Tensor] = dict.fromkeys("qkvm", nothing)
+    grads = {name: query.new_empty(0) for name in "qkvm"}
     quantized = dict.fromkeys(("query", "key", "value", "grad", "grad_t", "key_t", "query_t"), (nothing, nothing))
     quantized |= operands
     scores = _scores(query, key, quantized["query"], quantized["key"], mask, spec, scale, causal, groups)
@@ -301,7 +300,7 @@ def _quantized_probs(probs: Tensor, spec: QuantSpec, seed: Tensor | None, gemm: 
         untransposed = probs if gemm == "pv" else probs.transpose(-1, -2)
         bits = random_bits(probs.numel(), seed, PROBS_STREAM).view(untransposed.shape)
         bits = bits if gemm == "pv" else bits.transpose(-1, -2)
-    elements = _round_elements(probs * 2.0**-PROBS_EXPONENT, spec, bits)
+    elements = _round_elements(probs * 2.0**-PROBS_EXPONENT, spec, bits).to(spec.elem.dtype)
     return elements.float() * 2.0**PROBS_EXPONENT
 
 
@@ -330,6 +329,6 @@ def _sum_groups(x: Tensor, groups: int) -> Tensor:
 
 def matmul_heads(a: Tensor, b: Tensor) -> Tensor:
     """(B, H, R, C) @ (B, H, C, N) with products and sums in fp32, exempt from autocast."""
-    out: Any = torch.empty(*a.shape[:-1], b.shape[-1], dtype=torch.float32, device=a.device)
-    torch.bmm(a.float().flatten(0, 1), b.float().flatten(0, 1), out=out.view(-1, *out.shape[-2:]))
+    out = torch.empty(*a.shape[:-1], b.shape[-1], dtype=torch.float32, device=a.device)
+    torch.bmm(a.float().flatten(0, 1), b.float().flatten(0, 1), out=out.flatten(0, 1))
     return out
