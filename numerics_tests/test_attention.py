@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from mxfp8_recipe.autograd import AttentionConfig
-from mxfp8_recipe.config import AttentionPrecision
 from mxfp8_recipe.functional import mxfp8_attention
 from mxfp8_recipe.fused.attention import reference
 from mxfp8_recipe.fused.attention.spec import GEMMS, AttentionSpec
@@ -317,7 +316,7 @@ def test_what_blocks_do_not_divide_runs_in_high_precision_and_says_so() -> None:
 
 def test_errors_say_what_to_do() -> None:
     q, k, v, _ = (x.detach() for x in heads(1, 2, 10, 32))
-    with pytest.raises(ValueError, match="expected .*Lq, D"):
+    with pytest.raises(ValueError, match=r"expected .*Lq, D"):
         mxfp8_attention(q, k[..., :9, :], v, config=MX)
     with pytest.raises(ValueError, match="enable_gqa=True"):
         mxfp8_attention(torch.cat((q, q), 1), k, v, config=MX)
