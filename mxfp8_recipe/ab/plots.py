@@ -1,0 +1,100 @@
+"""The report's plots as SVG text, drawn with matplotlib's object interface: no display, no global state."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+try:
+    from matplotlib.axes import Axes
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+except ImportError as error:  # pragma: no cover - needs an environment without the extra
+    raise ImportError('the report needs matplotlib: pip install "mxfp8-recipe[ab]"') from error
+
+COLORS = {"bf16": "#1f4e79", "mxfp8": "#c55a11", "fp32": "#7f7f7f", "bf16_init_noise": "#a9a9a9"}
+_STYLES = {"fp32": "--", "bf16_init_noise": ":"}
+
+
+def windowed_ne(report: dict[str, Any], task: str) -> str:
+    """Windowed NE against rows seen, one line an arm."""
+    axes = _axes("rows seen", "windowed NE")
+    for arm, tasks in report["arms"].items():
+        points = [(rows, ne) for rows, ne in tasks[task]["trace"] if ne is not None]
+        if points:
+            axes.plot(*zip(*points), color=COLORS.get(arm), linestyle=_STYLES.get(arm, "-"), label=arm, linewidth=1.6)
+    optimal = report["data"]["optimal_ne"].get(task)
+    if optimal is not None:
+        axes.axhline(optimal, color="#2e7d32", linewidth=1, linestyle="-.", label="Bayes-optimal")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda rows, _: f"{rows / 1000:g}k"))
+    return _svg(axes, f"Windowed NE of {task} per arm")
+
+
+def calibration_curve(report: dict[str, Any], task: str) -> str:
+    """Observed against predicted rate on held-out rows, in equal-count bins with two standard errors; log axes."""
+    axes = _axes("predicted rate", "observed rate")
+    seen: list[float] = []
+    for arm in ("bf16", "mxfp8"):
+        points = report["arms"].get(arm, {}).get(task, {}).get("calibration_curve", [])
+        points = [p for p in points if p["observed"] > 0 and p["predicted"] > 0]
+        if not points:
+            continue
+        predicted, observed = [p["predicted"] for p in points], [p["observed"] for p in points]
+        low = [min(2 * p["observed_error"], 0.9 * p["observed"]) for p in points]
+        high = [2 * p["observed_error"] for p in points]
+        axes.errorbar(
+            predicted,
+            observed,
+            yerr=[low, high],
+            fmt="o-" if arm == "bf16" else "s-",
+            color=COLORS[arm],
+            label=arm,
+            markersize=3.5,
+            linewidth=1,
+            capsize=2,
+        )
+        seen += predicted + observed
+    if seen:
+        ends = [min(seen), max(seen)]
+        axes.plot(ends, ends, color="#999999", linewidth=1, zorder=0)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+    return _svg(axes, f"Calibration curve of {task}")
+
+
+def layer_sqnr(report: dict[str, Any]) -> str:
+    """Output SQNR of every quantized layer, in model order."""
+    layers = [x for x in report["same_weights"]["layers"] if x["quantized"] and x["sqnr_db"] is not None]
+    axes = _axes("output SQNR, dB", "", height=max(1.6, 0.24 * len(layers) + 0.7))
+    positions = range(len(layers))
+    axes.barh(positions, [x["sqnr_db"] for x in layers], color=COLORS["mxfp8"], height=0.7)
+    axes.set_yticks(list(positions), [x["layer"] or "(root)" for x in layers], fontsize=7)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    return _svg(axes, "Output SQNR per quantized layer", legend=False)
+
+
+def _axes(x: str, y: str, height: float = 3.2) -> Axes:
+    figure = Figure(figsize=(5.2, height), layout="constrained")
+    FigureCanvasSVG(figure)
+    axes = figure.add_subplot()
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(color="#e6e6e6", linewidth=0.7)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return axes
+
+
+def _svg(axes: Axes, title: str, *, legend: bool = True) -> str:
+    """An <svg> element that scales to its container, named for readers who cannot see it."""
+    if legend and axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=8)
+    figure, buffer = axes.figure, io.StringIO()
+    metadata = {"Date": None, "Creator": None, "Title": title}
+    figure.savefig(buffer, format="svg", metadata=metadata)  # pyright: ignore[reportAttributeAccessIssue]
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{title}" class="plot" ', 1)
