@@ -171,13 +171,7 @@ def attention_backward(
     if wanted == "v":
         return grads["q"], grads["k"], grads["v"], grads["m"]
     dprobs = _by_head("dp", spec, grad_out, value, quantized["grad"], quantized["value"], groups)
-    dprobs = dprobs if grad_probs is None else dprobs + grad_probs.float()
-    dprobs = dprobs * gain if keep is None else dprobs * keep * gain
-    delta = (grad_out.float() * out.float()).sum(-1, keepdim=True)
-    if grad_probs is not None:
-        emitted = probs * gain if keep is None else probs * keep * gain
-        delta = delta + (grad_probs.float() * emitted).sum(-1, keepdim=True)
-    dscores = probs * (dprobs - delta)
+    dscores = _softmax_backward(probs, dprobs, grad_out, out, grad_probs, gain if keep is None else keep * gain)
     if "q" in wanted:
         dq = _along_sequence("dq", spec, dscores, key, quantized["key_t"], visible, groups, seed, dtype)
         grads["q"] = (dq * scale).to(dtype)
@@ -189,6 +183,20 @@ def attention_backward(
         assert mask is not None
         grads["m"] = dscores.sum_to_size(mask.shape).to(mask.dtype)
     return grads["q"], grads["k"], grads["v"], grads["m"]
+
+
+def _softmax_backward(
+    probs: Tensor, dprobs: Tensor, grad_out: Tensor, out: Tensor, grad_probs: Tensor | None, gain: Tensor | float
+) -> Tensor:
+    """dS = P * (gain * dP - rowsum(dO * O)), where `gain` is dropout's mask and factor; fp32.
+
+    A gradient of the emitted probabilities, `gain * P`, adds to dP.
+    """
+    delta = (grad_out.float() * out.float()).sum(-1, keepdim=True)
+    if grad_probs is not None:
+        dprobs = dprobs + grad_probs.float()
+        delta = delta + (grad_probs.float() * probs * gain).sum(-1, keepdim=True)
+    return probs * (dprobs * gain - delta)
 
 
 def dropout_keep(shape: tuple[int, ...], seed: Tensor, dropout_p: float) -> Tensor:
