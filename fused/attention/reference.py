@@ -188,7 +188,7 @@ def attention_backward(
 def _softmax_backward(
     probs: Tensor, dprobs: Tensor, grad_out: Tensor, out: Tensor, grad_probs: Tensor | None, gain: Tensor | float
 ) -> Tensor:
-    """dS = P * (gain * dP - rowsum(dO * O)), where `gain` is dropout's mask and factor; fp32.
+    """`dS = P * (gain * dP - rowsum(dO * O))`, where `gain` is dropout's mask and factor; fp32.
 
     A gradient of the emitted probabilities, `gain * P`, adds to dP.
     """
