@@ -22,7 +22,7 @@ NAN_BYTE = 255
 _INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SIGN_SEED = 0x5EED
 _SLAB_ROWS = 128  # a multiple of every tile's extent
-_SLAB_ELEMENTS = 1 << 18
+_SLAB_ELEMENTS = 1 << 19
 
 
 def quantize(
@@ -124,10 +124,10 @@ def _dequantize_slab(qdata: Tensor, scale: Tensor, out: Tensor) -> None:
     factor = scale_to_float(scale).to(work)
     values = _elements_to_float(qdata).to(work)
     if length % BLOCK:
-        values = values * factor.repeat_interleave(BLOCK, dim=-1)[..., :length]
+        torch.mul(values, factor.repeat_interleave(BLOCK, dim=-1)[..., :length], out=out)
     else:
-        values = (values.unflatten(-1, (-1, BLOCK)) * factor.unsqueeze(-1)).flatten(-2)
-    out.copy_(values)
+        blocks = (-1, BLOCK)
+        torch.mul(values.unflatten(-1, blocks), factor.unsqueeze(-1), out=out.unflatten(-1, blocks))
 
 
 def _elements_to_float(qdata: Tensor) -> Tensor:
