@@ -191,8 +191,8 @@ def mxfp8_attention(
     q, k, v = (x.high("attention") if isinstance(x, Traveling) else x for x in (query, key, value))
     problem = "every GEMM is BF16" if config.is_high else _attention_problem(q, k, v)
     if problem and not need_weights:
-        if not config.is_high:
-            _warn(f"{config.layer or 'attention'}: {problem}; it runs in high precision")
+        if not config.is_high and not torch.compiler.is_compiling():  # warning does not trace
+            warnings.warn(f"{config.layer or 'attention'}: {problem}; it runs in high precision", stacklevel=2)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -247,12 +247,6 @@ def _check_attention(
             "hidden tokens move visible ones; override this layer with 1x32 tiles or 'bf16', or allow it by name with "
             "{'mix_masked': True}"
         )
-
-
-@torch.compiler.assume_constant_result
-def _warn(message: str) -> None:
-    """Warn, while tracing too; Python shows one message once."""
-    warnings.warn(message, stacklevel=3)
 
 
 def compute_dtype(x: Tensor | Traveling, dtype: torch.dtype | None = None) -> torch.dtype:

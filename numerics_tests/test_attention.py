@@ -310,6 +310,9 @@ def test_what_blocks_do_not_divide_runs_in_high_precision_and_says_so() -> None:
     with pytest.warns(UserWarning, match=r"blocks.3.attn: head dim 24 is not a multiple of 32; it runs in high"):
         out = mxfp8_attention(q, k, v, config=named)
     assert same_bits(out, F.scaled_dot_product_attention(q, k, v))
+    torch.compiler.reset()
+    compiled = torch.compile(mxfp8_attention, backend="aot_eager", fullgraph=True)
+    assert same_bits(compiled(q, k, v, config=named), out)
     with pytest.warns(UserWarning, match="compute dtype torch.float64"):
         mxfp8_attention(*(x.double() for x in heads(1, 2, 10, 32)[:3]), config=named)
 
