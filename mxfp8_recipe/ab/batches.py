@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from mxfp8_recipe.ab.data import DataError
 from mxfp8_recipe.ab.types import Batch, Dataset, FeatureSpec
 
 CACHE_BYTES = 2 << 30
@@ -49,7 +50,7 @@ class CheckedBatches:
                 kept.append(batch)
             yield batch
         if not seen:
-            raise ValueError(f"data {self.dataset.name}: it has no {self.part} rows; ask for more rows")
+            raise DataError(f"data {self.dataset.name}: it has no {self.part} rows; ask for more rows")
         self.rows, self._kept = seen, kept
 
 
@@ -59,7 +60,7 @@ def _bytes(batch: Batch) -> int:
 
 
 def check_batch(batch: Batch, spec: FeatureSpec, where: str) -> None:
-    """Raise one `ValueError` naming every kind of unusable value in a batch, with counts and a first example."""
+    """Raise one `DataError` naming every kind of unusable value in a batch, with counts and a first example."""
     problems = []
 
     def count(bad: Tensor, values: Tensor, what: str) -> None:
@@ -88,7 +89,7 @@ def check_batch(batch: Batch, spec: FeatureSpec, where: str) -> None:
             outside = (batch.history < 0) | (batch.history >= size)
             count(outside, batch.history, "history ids lie outside their cardinality")
     if problems:
-        raise ValueError(f"data, {where}: {'; '.join(problems)}")
+        raise DataError(f"data, {where}: {'; '.join(problems)}")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,13 @@ import typer
 from rich.console import Console
 
 from mxfp8_recipe.ab.config import DEFAULT_OUT, ABConfig
+from mxfp8_recipe.ab.data import DataError
+from mxfp8_recipe.ab.html import write_html
+from mxfp8_recipe.ab.report import build_report, write_json
+from mxfp8_recipe.ab.results import ResumeError
+from mxfp8_recipe.ab.runner import Runner
+from mxfp8_recipe.ab.terminal import print_report
+from mxfp8_recipe.ab.training import Diverged
 from mxfp8_recipe.monitors.verdict import Outcome
 
 EXIT_CODES = {Outcome.PASS: 0, Outcome.FAIL: 1, Outcome.INCONCLUSIVE: 3}
@@ -68,17 +75,13 @@ def ab_command(
 
 def run_check(options: dict[str, Any], out: Path, *, resume: bool, console: Console) -> Outcome:
     """Run, write the reports, print the table; a user's mistake ends the process with one line."""
-    from mxfp8_recipe.ab.html import write_html
-    from mxfp8_recipe.ab.report import build_report, write_json
-    from mxfp8_recipe.ab.runner import Runner
-    from mxfp8_recipe.ab.terminal import print_report
-    from mxfp8_recipe.ab.training import Diverged
-
     try:
-        config = ABConfig.parse(**options)
-        runner = Runner(config, out, Console(stderr=True))
+        runner = Runner(ABConfig.parse(**options), out, Console(stderr=True))
+    except (ValueError, TypeError, OSError) as error:
+        _fail(error)
+    try:
         run = runner.run(resume=resume)
-    except (ValueError, TypeError, OSError, ModuleNotFoundError, Diverged) as error:
+    except (DataError, ResumeError, Diverged, OSError) as error:
         _fail(error)
     report = build_report(run)
     write_json(report, out / "report.json")

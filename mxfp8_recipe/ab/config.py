@@ -56,7 +56,7 @@ class ABConfig(Frozen):
     @classmethod
     def parse(cls, *, overrides: Path | None = None, **options: Any) -> ABConfig:
         """From command-line options; every bad one at once, in one `ValueError`. Reads the overrides file."""
-        return validate(cls, {**options, "overrides": load_overrides(overrides)}, "mxfp8 ab")
+        return validate(cls, {**options, "overrides": load_overrides(overrides)}, "options")
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that results depend on, as JSON values: options, recipe content, versions.

@@ -14,6 +14,10 @@ from mxfp8_recipe.ab.config import difference
 from mxfp8_recipe.monitors.records import Record, SameWeights
 
 
+class ResumeError(ValueError):
+    """An earlier run that cannot be continued as asked; the message says how to."""
+
+
 class Metrics(Record):
     """Metrics of one task over one set of rows; NaN where a class is missing. `rows` have positive weight."""
 
@@ -129,19 +133,19 @@ class Results:
         self.same_weights[measured.seed] = measured
         self._write(f"seed{measured.seed}-same_weights.json", measured)
 
-    def open(self, fingerprint: dict[str, Any], *, resume: bool) -> None:
+    def open(self, fingerprint: dict[str, Any], *, seeds: int, resume: bool) -> None:
         """Prepare the directory.
 
-        With `resume`, load what an earlier run of the same configuration finished. Without, move what an
-        earlier run left into `earlier/N`.
+        With `resume`, load what an earlier run of the same configuration finished of the first `seeds` seeds.
+        Without, move what an earlier run left into `earlier/N`.
 
         Raises:
-            ValueError: the earlier run's configuration differs, or there is none to resume.
+            ResumeError: the earlier run's configuration differs, or there is none to resume.
         """
         record = self.directory / "config.json"
         if resume:
             self._check(record, fingerprint)
-            self._load()
+            self._load(seeds)
         else:
             _set_aside(self.directory)
         (self.directory / "results").mkdir(parents=True, exist_ok=True)
@@ -149,26 +153,28 @@ class Results:
 
     def _check(self, record: Path, fingerprint: dict[str, Any]) -> None:
         if not record.is_file():
-            raise ValueError(f"--resume: {self.directory} holds no earlier run; leave --resume out to start one")
+            raise ResumeError(f"--resume: {self.directory} holds no earlier run; leave --resume out to start one")
         try:
             earlier = json.loads(record.read_text())
         except json.JSONDecodeError as error:
-            raise ValueError(f"--resume: {record} is not valid JSON ({error}); leave --resume out") from None
+            raise ResumeError(f"--resume: {record} is not valid JSON ({error}); leave --resume out") from None
         changed = difference(earlier, fingerprint)
         if changed:
-            raise ValueError(
+            raise ResumeError(
                 f"--resume: {self.directory} was measured under another configuration: {'; '.join(changed)}. "
                 "Repeat the earlier options, or choose another --out"
             )
 
-    def _load(self) -> None:
+    def _load(self, seeds: int) -> None:
         for path in sorted((self.directory / "results").glob("seed*.json")):
             if path.stem.endswith("same_weights"):
                 measured = _read(path, SameWeights)
-                self.same_weights[measured.seed] = measured
+                if measured.seed < seeds:
+                    self.same_weights[measured.seed] = measured
             else:
                 result = _read(path, ArmResult)
-                self.arms[result.seed, result.arm] = result
+                if result.seed < seeds:
+                    self.arms[result.seed, result.arm] = result
 
     def _write(self, name: str, record: Record) -> None:
         _replace(self.directory / "results" / name, record.model_dump_json(indent=1))
@@ -181,7 +187,7 @@ def _read(path: Path, kind: type[_R]) -> _R:
     try:
         return kind.model_validate_json(path.read_text())
     except ValueError as error:
-        raise ValueError(f"--resume: {path} is no result of this version ({error}); delete it and resume") from None
+        raise ResumeError(f"--resume: {path} is no result of this version ({error}); delete it and resume") from None
 
 
 def _replace(path: Path, text: str) -> None:

@@ -80,10 +80,10 @@ class Runner:
         """Train and measure what is not measured yet; Ctrl-C ends it early and keeps the rest.
 
         Raises:
-            ValueError: rows that cannot be used, or an earlier run of another configuration.
+            DataError: rows that cannot be used. ResumeError: an earlier run of another configuration.
             Diverged: an arm other than MXFP8's lost its numbers, which no recipe is to blame for.
         """
-        self.results.open(self.config.fingerprint(), resume=resume)
+        self.results.open(self.config.fingerprint(), seeds=self.config.seeds, resume=resume)
         start, interrupted = time.monotonic(), ""
         try:
             with self._progress() as progress:

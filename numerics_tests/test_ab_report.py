@@ -1,0 +1,173 @@
+"""The report: every promised key, valid JSON, one self-contained page, and honest words for a run cut short."""
+
+import dataclasses
+import html
+import io
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+
+from mxfp8_recipe.ab.config import ABConfig
+from mxfp8_recipe.ab.html import render, write_html
+from mxfp8_recipe.ab.report import build_report, write_json
+from mxfp8_recipe.ab.runner import ABRun, Runner
+from mxfp8_recipe.ab.terminal import print_report
+from mxfp8_recipe.monitors.verdict import Evidence, TaskGaps, decide
+
+METRICS = {"ne", "ne_windowed", "calibration", "ne_calibration_free", "log_loss", "auc"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> ABRun:
+    config = ABConfig.parse(data="ab_tiny:data", model="ab_tiny:model", batch_size=200, seeds=2, device="cpu")
+    return Runner(config, tmp_path_factory.mktemp("run")).run()
+
+
+@pytest.fixture(scope="module")
+def report(run) -> dict:
+    return build_report(run)
+
+
+def terminal(report: dict, width: int = 150) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    print_report(report, console)
+    return console.file.getvalue()
+
+
+def test_every_promised_key_is_there_and_json_is_strict(report, tmp_path):
+    write_json(report, tmp_path / "report.json")
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    read = json.loads((tmp_path / "report.json").read_text(), parse_constant=refuse)
+    assert read == report
+    assert read["verdict"] in ("pass", "fail", "inconclusive")
+    assert read["reasons"]
+    assert read["budget"] == 0.001
+    assert set(read["arms"]) == {"bf16", "mxfp8", "fp32", "bf16_init_noise"}
+    for tasks in read["arms"].values():
+        assert set(tasks) == {"ctr", "cvr"}
+        assert all(tasks[task].keys() >= METRICS for task in tasks)
+    for task in ("ctr", "cvr"):
+        assert read["delta"][task].keys() >= {"ne_relative", "ne_interval", "calibration"}
+        assert len(read["placebo"][task]["ne_relative"]) == 4
+    assert read["same_weights"].keys() >= {"logit_rms", "logit_mean", "grad_cosine", "layers"}
+    assert set(read["power"]) == {"ne_resolvable", "rows_needed", "seeds_needed"}
+    assert any(layer["new_type"] for layer in read["plan"])
+    assert read["environment"]["torch"]
+    assert read["command"]
+
+
+def test_numbers_are_those_of_the_run(run, report):
+    served = [run.results.arms[s, "mxfp8"].task("ctr").served for s in (0, 1)]
+    base = [run.results.arms[s, "bf16"].task("ctr").served for s in (0, 1)]
+    assert report["arms"]["mxfp8"]["ctr"]["ne"] == pytest.approx(sum(m.ne for m in served) / 2, rel=1e-15)
+    gaps = [m.ne / b.ne - 1 for m, b in zip(served, base)]
+    assert report["delta"]["ctr"]["ne_relative_per_seed"] == gaps
+    assert report["delta"]["ctr"]["ne_relative"] == pytest.approx(sum(gaps) / 2, rel=1e-12)
+    low, high = report["delta"]["ctr"]["ne_interval"]
+    assert low < report["delta"]["ctr"]["ne_relative"] < high
+    calibration = sum(m.calibration - b.calibration for m, b in zip(served, base)) / 2
+    assert report["delta"]["ctr"]["calibration"] == pytest.approx(calibration, rel=1e-12)
+    trained = run.results.arms[0, "mxfp8"].task("ctr").trained
+    assert trained != served[0]
+
+
+class Page(HTMLParser):
+    """Collects what a self-contained page must not have, and checks that tags close."""
+
+    VOID = ("meta", "br", "link", "img", "path", "use")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.outside: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        for name, value in attributes:
+            if name in ("src", "href", "xlink:href", "action") and not (value or "").startswith("#"):
+                self.outside.append(f"{tag} {name}={value}")
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+
+def test_page_is_self_contained_and_says_the_verdict_first(report, tmp_path):
+    write_html(report, tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    page = Page()
+    page.feed(text)
+    assert page.open == []
+    assert page.outside == []
+    assert not {"script", "link", "iframe", "img"} & set(page.tags)
+    assert "@import" not in text
+    assert not re.search(r"url\((?!#)", text)
+    assert page.tags.count("svg") == 2 * 2 + 1
+    assert 'name="viewport"' in text
+    body = text[text.index("<h1>") :]
+    assert report["headline"] in body[:200]
+    assert all(reason in html.unescape(body) for reason in report["reasons"])
+    assert "Bayes-optimal NE of the held-out rows is 0.90000" in body
+    for heading in ("What is decided", "What is not", "Same weights, same rows", "Plan", "How to repeat this"):
+        assert f"<h2>{heading}</h2>" in body
+
+
+def test_every_cell_has_its_label_for_narrow_screens(report):
+    text = render(report)
+    assert len(re.findall(r"<td\b", text)) == len(re.findall(r"<td data-label=", text)) > 100
+
+
+def test_text_from_outside_is_escaped(report):
+    hostile = json.loads(json.dumps(report))
+    hostile["data"]["notes"] = ["<script>alert(1)</script>"]
+    assert "<script>" not in render(hostile)
+
+
+def test_terminal_ends_with_the_verdict(report):
+    text = terminal(report)
+    assert report["verdict"].upper() in text
+    assert "served in BF16" in text
+    assert "Bayes-optimal" in text
+    assert text.rstrip().splitlines()[-1].startswith("  - ")
+    assert terminal(report, width=40)
+
+
+def test_interrupted_before_anything_was_measured(run):
+    run = dataclasses.replace(run, results=type(run.results)(run.results.directory))
+    empty = Evidence(
+        gaps=tuple(TaskGaps(task=t, mxfp8=()) for t in ("ctr", "cvr")),
+        same_weights=(),
+        rows=0,
+        interrupted="interrupted: 0 of 2 seeds have both twins",
+    )
+    report = build_report(dataclasses.replace(run, decision=decide(empty)))
+    assert report["verdict"] == "inconclusive"
+    assert report["reasons"] == ["interrupted: 0 of 2 seeds have both twins"]
+    assert report["delta"]["ctr"]["ne_relative"] is None
+    assert "interrupted" in render(report)
+    assert "INCONCLUSIVE" in terminal(report)
+
+
+def test_one_seed_has_no_interval_and_says_so(run):
+    results = type(run.results)(run.results.directory)
+    results.arms = {key: value for key, value in run.results.arms.items() if key[0] == 0}
+    results.same_weights = {0: run.results.same_weights[0]}
+    gaps = tuple(TaskGaps(task=t, mxfp8=results.gaps(t)[0], placebos=results.gaps(t)[1]) for t in ("ctr", "cvr"))
+    decision = decide(Evidence(gaps=gaps, same_weights=tuple(results.same_weights.values()), rows=1500))
+    report = build_report(dataclasses.replace(run, results=results, decision=decision))
+    assert report["delta"]["ctr"]["ne_interval"] == [None, None]
+    assert math.isfinite(report["delta"]["ctr"]["ne_relative"])
+    assert "one seed has no spread" in render(report)
