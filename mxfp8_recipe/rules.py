@@ -125,8 +125,13 @@ def apply_override(base: Any, override: Override, kind: str, where: str) -> Any:
     if isinstance(override, str):
         return load_recipe(override).precision(kind)
     cls = KIND_PRECISION[kind]
-    start = dict.fromkeys(cls.model_fields, BF16) if base == BF16 else base.model_dump(mode="json")
+    start = _all_bf16(cls) if base == BF16 else base.model_dump(mode="json")
     return validate(cls, merge(start, override), where)
+
+
+def _all_bf16(cls: type[Frozen]) -> dict[str, Any]:
+    """Every GEMM of a kind in BF16, its switches at their defaults."""
+    return {name: BF16 for name, field in cls.model_fields.items() if not isinstance(field.default, bool)}
 
 
 def base_precision(recipe: Recipe, rules: Rules, names: list[str], kind: str) -> tuple[Any, str]:

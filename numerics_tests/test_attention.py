@@ -18,6 +18,7 @@ from mxfp8_recipe.functional import mxfp8_attention
 from mxfp8_recipe.fused.attention import reference
 from mxfp8_recipe.fused.attention.spec import GEMMS, AttentionSpec
 from mxfp8_recipe.recipe_files import load_recipe
+from mxfp8_recipe.rules import apply_override
 from numerics_tests.attention_oracle import HIGH, SQUARE, config, heads, only, oracle, precision, sqnr_db
 from numerics_tests.helpers import same_bits
 
@@ -343,3 +344,13 @@ def test_specs_and_recipes_round_trip() -> None:
     assert load_recipe("gem").precision("attention").mixes_tokens
     assert not load_recipe("mxfp8").precision("attention").mixes_tokens
     assert AttentionSpec.decode(precision(**HIGH, mix_masked=True).spec.encode()) == AttentionSpec(mix_masked=True)
+
+
+def test_overrides_over_recipes_that_leave_attention_alone() -> None:
+    one = apply_override("bf16", {"qk": {}}, "attention", "overrides")
+    assert one.spec == only("qk").spec
+    assert one.projections == "bf16"
+    fewer = apply_override(load_recipe("mxfp8").precision("attention"), {"pv": "bf16"}, "attention", "overrides")
+    assert (fewer.spec.pv, fewer.spec.qk is None) == (None, False)
+    partial = {"projections": {"wgrad": "bf16"}}
+    assert apply_override(load_recipe("mxfp8").precision("attention"), partial, "attention", "x").projections.fprop
