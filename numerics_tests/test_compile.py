@@ -7,9 +7,12 @@ import shutil
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mxfp8_recipe import apply_recipe, revert
+from mxfp8_recipe.ab.models import build_model
+from mxfp8_recipe.ab.types import Batch, FeatureSpec
 from numerics_tests.helpers import MLP, gradients, same_bits
 
 NO_COMPILER = None if shutil.which("g++") or shutil.which("clang++") else "inductor needs a C++ compiler, none is here"
@@ -95,6 +98,37 @@ def test_a_compiled_training_step_trains_the_eager_weights() -> None:
             (module(torch.randn(40, 64)) - 1).square().mean().backward()
             optimizer.step()
     assert all(same_bits(a, b) for a, b in zip(eager.parameters(), model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["dcnv2", "gem-small"])
+def test_a_swapped_ctr_model_is_one_graph_with_the_bits_of_eager(name: str) -> None:
+    """Forward and all gradients of a click model with embeddings and jagged histories."""
+    spec = FeatureSpec(num_dense=5, cardinalities=(40, 7), history_field=0, max_history=6, tasks=("ctr", "cvr"))
+    model = build_model(name, spec)
+    plain = copy.deepcopy(model)
+    apply_recipe(model)
+    twin = copy.deepcopy(model)
+    lengths = torch.tensor([3, 0, 6, 1, 2])
+    labels = torch.randint(0, 2, (5, 2)).float()
+    batch = Batch(
+        dense=torch.randn(5, 5),
+        sparse=torch.randint(0, 7, (5, 2)),
+        labels=labels,
+        weights=torch.ones_like(labels),
+        history=torch.randint(1, 40, (12,)),
+        history_offsets=torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))),
+    )
+    compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
+    outputs = []
+    for module in (model, compiled):
+        outputs.append(module(batch))
+        F.binary_cross_entropy_with_logits(outputs[-1], labels).backward()
+    assert same_bits(outputs[1], outputs[0])
+    assert not torch.equal(plain(batch), outputs[0])
+    for (parameter_name, p), q in zip(model.named_parameters(), twin.parameters()):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert same_bits(q.grad, p.grad), parameter_name
 
 
 def distances(a: tuple, b: tuple) -> dict[str, float]:

@@ -164,3 +164,16 @@ def test_a_broad_rule_may_cover_layers_that_cannot_follow() -> None:
     (odd,) = (layer for layer in plan.layers if layer.fqn == "odd")
     assert odd.new_type is None
     assert "out_features=20" in odd.reason
+
+
+def test_layers_too_small_to_gain_stay_bf16_on_a_gpu_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a threshold that is a recipe field; whoever names the layer gets it, and the reference skips nothing."""
+    model = nn.Sequential(nn.Linear(96, 256), nn.Linear(256, 128), nn.Linear(128, 96))
+    assert len(plan_recipe(model).converted) == 3
+    monkeypatch.setattr("mxfp8_recipe.backends.select", lambda device: "triton")
+    found = {layer.fqn: layer for layer in plan_recipe(model, overrides={"2": "mxfp8"}).layers}
+    assert found["0"].new_type is None
+    assert "96 features is below gpu_min_features=128: too small to gain" in found["0"].reason
+    assert found["1"].new_type == found["2"].new_type == "MXFP8Linear"
+    low = load_recipe("mxfp8").model_copy(update={"gpu_min_features": 64})
+    assert len(plan_recipe(model, low).converted) == 3

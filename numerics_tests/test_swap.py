@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
 
 from mxfp8_recipe import apply_recipe, plan_recipe, revert
 from mxfp8_recipe.config import LinearPrecision
@@ -57,6 +58,19 @@ class TiedLanguageModel(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.body(self.embedding(ids)))
+
+
+class Checkpointed(nn.Module):
+    """Recomputes each block in backward."""
+
+    def __init__(self, blocks: nn.Sequential, reentrant: bool) -> None:
+        super().__init__()
+        self.blocks, self.reentrant = blocks, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)  # pyright: ignore[reportAssignmentType]
+        return x
 
 
 def is_quantized(model: nn.Module, x: Tensor, plain: nn.Module | None = None) -> bool:
@@ -361,6 +375,27 @@ def test_reverting_keeps_what_was_trained() -> None:
     assert same_bits(model(x), plain(x))
     apply_recipe(model, "mxfp8_square")
     assert is_quantized(model, x, plain)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("recipe", ["mxfp8", "gem"])
+def test_activation_checkpointing_of_whole_blocks(recipe: str, reentrant: bool) -> None:
+    """Bitwise the gradients without it, stochastic rounding included, before and after edges are recorded."""
+    plain = nn.Sequential(MLP(), MLP(), MLP(), MLP())
+    model, direct = copy.deepcopy(plain), copy.deepcopy(plain)
+    for module in (model, direct):
+        apply_recipe(module, recipe)
+    wrapped = Checkpointed(model, reentrant)
+    x = torch.randn(50, 64)
+    for _ in range(2):
+        torch.manual_seed(8)
+        expected = gradients(direct, x)
+        torch.manual_seed(8)
+        got = gradients(wrapped, x)
+        assert same_bits(got[0], expected[0])
+        assert same_bits(got[1], expected[1])
+        assert all(same_bits(got[2][f"blocks.{name}"], g) for name, g in expected[2].items())
+    assert not torch.equal(expected[2]["0.up.weight"], gradients(plain, x)[2]["0.up.weight"])
 
 
 def test_misuse_is_one_clear_error_and_changes_nothing() -> None:
