@@ -80,7 +80,7 @@ def apply_recipe(
     """
     plan = plan_recipe(model, recipe, overrides=overrides, example_inputs=example_inputs)
     carry_out(model, plan, strict)
-    if not plan.recorded and plan.recipe.fuse and any(layer.kind != "linear" for layer in plan.converted):
+    if not plan.recorded and plan.recipe.converts_something:
         await_first_forward(model, strict)
     return Report(model, plan)
 

@@ -235,6 +235,11 @@ class Recipe(Frozen):
         return hash(self.digest)
 
     @property
+    def converts_something(self) -> bool:
+        """Whether the recipe by itself converts any kind of layer."""
+        return any(getattr(self, kind) != BF16 for kind in KIND_PRECISION)
+
+    @property
     def digest(self) -> str:
         """SHA-256 of everything that affects numerics."""
         content = self.model_dump(mode="json", exclude={"name", "description", "source"})

@@ -49,11 +49,18 @@ class EdgePlan:
 
 
 @dataclass(frozen=True)
-class Linear:
-    """What an edge needs to know of a converted linear."""
+class Consumer:
+    """What an edge needs to know of a layer that multiplies its input: a linear, or attention by its projections.
 
-    module: nn.Module
+    Attributes:
+        config: of the linear, or of the projections.
+        trained: whether the weight that multiplies the input has a gradient.
+        several: the layer may take the value as several of its inputs.
+    """
+
     config: LinearConfig
+    trained: bool
+    several: bool = False
 
 
 class EdgeFinder:
@@ -61,7 +68,7 @@ class EdgeFinder:
 
     Args:
         recording: of one forward.
-        linears: converted linears by FQN. modules: every module by FQN.
+        consumers: converted layers that multiply their input, by FQN. modules: every module by FQN.
         change_rounding: also fuse where fusing replaces functions of the user's own code, which then round once
             instead of twice. Only a recording made before the first step may do that.
     """
@@ -69,11 +76,11 @@ class EdgeFinder:
     def __init__(
         self,
         recording: Recording,
-        linears: Mapping[str, Linear],
+        consumers: Mapping[str, Consumer],
         modules: Mapping[str, nn.Module],
         change_rounding: bool,
     ) -> None:
-        self.recording, self.linears, self.modules = recording, linears, modules
+        self.recording, self.consumers, self.modules = recording, consumers, modules
         self.change_rounding = change_rounding
         self._names = {module: name for name, module in modules.items()}
         self._readers: dict[int, list[Node]] = {}
@@ -82,7 +89,7 @@ class EdgeFinder:
                 self._readers.setdefault(value, []).append(node)
 
     def norm(self, name: str) -> EdgePlan:
-        """The edge from a norm to the linears that read it."""
+        """The edge from a norm to the layers that multiply it."""
         plans = {self._norm_call(name, call) for call in self.recording.calls(name)}
         if not plans:
             return EdgePlan(kind="norm", producer=name, reason="the recorded forward does not reach it")
@@ -125,20 +132,20 @@ class EdgeFinder:
         consumers = [reader for reader in readers if self._multiplies(reader, value)]
         others = [reader for reader in readers if reader not in consumers]
         if not consumers:
-            return plan(reason=f"read by {_describe(others)}, none of them an MXFP8 linear")
+            return plan(reason=f"read by {_describe(others)}, none of them an MXFP8 layer")
         if value in self.recording.overwritten:
             return plan(reason="its output is overwritten in place")
         obstacle = next(filter(None, (self._obstacle(call, reader) for reader in readers)), "")
         if obstacle:
             return plan(reason=obstacle)
         names = tuple(dict.fromkeys(reader.name for reader in consumers))
-        specs = {reader: self.linears[reader].config.input_specs for reader in names}
-        trained = [reader for reader in names if self._is_trained(reader)]
+        specs = {reader: self.consumers[reader].config.input_specs for reader in names}
+        trained = [reader for reader in names if self.consumers[reader].trained]
         if len({row for row, _ in specs.values()}) > 1 or len({specs[reader][1] for reader in trained}) > 1:
             return plan(reason=f"{' and '.join(names)} quantize their input differently")
         rowwise = specs[names[0]][0]
         colwise = specs[trained[0]][1] if trained else ""
-        emit_high = bool(others) or any(not self.linears[reader].config.wgrad[1] for reader in trained)
+        emit_high = bool(others) or any(not self.consumers[reader].config.wgrad[1] for reader in trained)
         return plan(consumers=names, fused=True, rowwise=rowwise, colwise=colwise, emit_high=emit_high)
 
     def _pending_call(self, kind: str, name: str, call: Node, outputs: tuple[int, ...]) -> EdgePlan:
@@ -158,7 +165,7 @@ class EdgeFinder:
             obstacle = self._obstacle(call, reader)
             if obstacle:
                 return refused(obstacle)
-            if self._multiplies(reader, value):
+            if self._multiplies(reader, value, pending=True):
                 return self._pending_plan(kind, name, reader.name, gated)
             step = self._next(reader, value)
             if step is None:
@@ -187,14 +194,12 @@ class EdgeFinder:
                     return half
         return None
 
-    def _multiplies(self, reader: Node, value: int) -> bool:
-        """Whether `reader` is a converted linear that quantizes `value` for fprop."""
-        linear = self.linears.get(reader.name) if reader.kind == "module" else None
-        return linear is not None and reader.inputs == (value,) and bool(linear.config.fprop[0])
-
-    def _is_trained(self, name: str) -> bool:
-        weight = getattr(self.linears[name].module, "weight", None)
-        return weight is not None and weight.requires_grad
+    def _multiplies(self, reader: Node, value: int, pending: bool = False) -> bool:
+        """Whether `reader` is a converted layer that quantizes `value` for fprop."""
+        consumer = self.consumers.get(reader.name) if reader.kind == "module" else None
+        if consumer is None or not consumer.config.fprop[0]:
+            return False
+        return reader.inputs == (value,) or (consumer.several and not pending)
 
     def _obstacle(self, producer: Node, reader: Node) -> str:
         """Why a value may not travel quantized between two calls, or nothing."""

@@ -1,20 +1,27 @@
-"""Finding the edges from the first eager training forward, for a recipe applied without `example_inputs`.
+"""Finding edges and attention calls from the first eager training forward, without `example_inputs`.
 
-Two hooks on the root surround that forward with a recorder and then remove themselves; the edges fuse from
-the second forward on, with the same bits. A forward without grad mode is left alone: in it activation
-checkpointing, which decides what may fuse, does not show.
+Two hooks on the root surround each forward with a recorder until one ran in grad mode (without it activation
+checkpointing, which decides what may fuse, does not show); then they remove themselves, and the edges fuse
+from the next forward on, with the same bits. Attention that a module's own forward calls runs in its planned
+precision from the start: the recorder replaces the call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from .planner import module_names, pieces, with_recording
+from .autograd import AttentionConfig
+from .functional import mxfp8_attention
+from .plan import Plan
+from .planner import call_precision, module_names, pieces, with_recording
 from .record import Recorder
+from .rules import Rules
 from .swap import applied_plan, connect, drop_hook
 
 _STRICT, _RUNNING = "_mxfp8_strict", "_mxfp8_recording"
@@ -40,13 +47,30 @@ def _begin(model: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling():
         return
     plan = applied_plan(model)
-    if plan is None or not torch.is_grad_enabled() or _RUNNING in model.__dict__:
+    if plan is None or _RUNNING in model.__dict__:
         return
     names = module_names(model)
     del names[model]  # its own hooks are running
-    stack, recorder = ExitStack(), Recorder()
+    stack, recorder = ExitStack(), Recorder(_attention(plan, model))
     recording = stack.enter_context(recorder.watch(names, pieces(model, plan) - {model}))
     model.__dict__[_RUNNING] = (stack, recorder, recording)
+
+
+def _attention(plan: Plan, model: nn.Module) -> Callable[..., Any]:
+    """What the recorder runs in place of `F.scaled_dot_product_attention`, by the module that calls it."""
+    user, names = Rules(plan.overrides, "overrides"), module_names(model)
+
+    def intercept(owner: nn.Module | None, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is not F.scaled_dot_product_attention or owner is None:
+            return NotImplemented
+        name = names.get(owner, "")
+        precision, reason = call_precision(plan.recipe, user, [name])
+        masked = kwargs.get("is_causal") or kwargs.get("attn_mask") is not None or len(args) > 3
+        if reason or (masked and precision.spec.mixes_rows and not precision.mix_masked):
+            return NotImplemented
+        return mxfp8_attention(*args, **kwargs, config=AttentionConfig.of(precision, name))
+
+    return intercept
 
 
 def _end(model: nn.Module, args: Any, output: Any) -> None:
@@ -57,7 +81,7 @@ def _end(model: nn.Module, args: Any, output: Any) -> None:
         recorder.finish(output)
     stack.close()
     plan, strict = applied_plan(model), model.__dict__.get(_STRICT, False)
-    if output is None or plan is None:
+    if output is None or plan is None or not torch.is_grad_enabled():
         return
     stop_waiting(model)
     connect(model, with_recording(plan, model, recording, "first forward"), strict)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from .config import BF16, LinearPrecision, Recipe
+from .config import BF16, LinearPrecision, Override, Recipe
 from .costs import Cost
 from .edges import EdgePlan
 
@@ -29,6 +29,7 @@ class LayerPlan:
         precision: what each GEMM runs in; `"bf16"` for a layer left alone.
         implementation: the MXFP8 class, None for a layer left alone. module_config: what it needs to know of the
             module besides the precision.
+        found_by_recording: the layer shows only in a recorded forward, as calls of attention do.
         mixes_tokens: some tile spans several tokens, so one token's value moves another's output.
         tokens: rows a forward gives it, 0 where no forward was recorded.
         cost: predicted times.
@@ -45,6 +46,7 @@ class LayerPlan:
     precision: Any
     implementation: type[nn.Module] | None
     module_config: Any = None
+    found_by_recording: bool = False
     mixes_tokens: bool
     tokens: int = 0
     cost: Cost
@@ -73,6 +75,12 @@ def _gemms_of(precision: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield from _gemms_of(value, f"{name}.")
 
 
+def _call_gemms(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """What the recipe says of attention a module's own forward calls, which has no projections."""
+    if recipe.attention != BF16:
+        yield from ((k, v) for k, v in _gemms_of(recipe.attention) if not k.startswith("projections"))
+
+
 def describe_gemm(gemm: Any) -> str:
     """Short text of one GEMM's precision."""
     return BF16 if gemm == BF16 else " @ ".join(spec.short for spec in gemm.operands)
@@ -85,6 +93,7 @@ class Plan:
     Attributes:
         layers: every candidate, converted or not. edges: what may travel quantized between them.
         recorded: where the edges come from: `example_inputs`, `first forward`, or `""` for no recording yet.
+        overrides: the user's, which also decide for attention calls a later recording finds.
     """
 
     recipe: Recipe
@@ -94,6 +103,7 @@ class Plan:
     edges: tuple[EdgePlan, ...] = ()
     recorded: str = ""
     notes: tuple[str, ...] = ()
+    overrides: Mapping[str, Override] = field(default_factory=dict)
 
     @property
     def converted(self) -> tuple[LayerPlan, ...]:
@@ -109,8 +119,10 @@ class Plan:
 
         Edges do not change bits, except those that take over functions of the user's own code.
         """
-        layers = {}
+        layers = {"calls of attention": ", ".join(f"{k}={v}" for k, v in _call_gemms(self.recipe))}
         for layer in self.converted:
+            if layer.found_by_recording:
+                continue
             gemms = "; ".join(f"{k}={v}" for k, v in layer.gemms.items())
             layers[layer.fqn] = gemms or layer.kind
         for edge in self.edges:

@@ -13,15 +13,18 @@ from torch import nn
 
 from . import backends
 from .autograd import LinearConfig
-from .config import BF16, Override, Recipe
+from .config import BF16, LinearPrecision, Override, Recipe
 from .costs import DEFAULT_TOKENS, Cost, linear_cost
-from .edges import EdgeFinder, EdgePlan, Linear
-from .modules import is_swapped
+from .edges import Consumer, EdgeFinder, EdgePlan
+from .fused.spec import BLOCK
+from .modules import SDPAOwner, is_swapped
 from .plan import LayerPlan, Plan
 from .recipe_files import load_overrides, load_recipe
 from .recognize import Candidate, recognize
-from .record import Recorder, Recording
+from .record import Node, Recorder, Recording
 from .rules import Match, Rules, apply_override, base_precision, check_all_matched, is_bf16
+
+SDPA = "scaled_dot_product_attention"
 
 
 def plan_recipe(
@@ -54,27 +57,75 @@ def plan_recipe(
     layers = [planner.plan(names[module], module, candidate) for module, candidate in found]
     layers = _keep_last(layers, chosen, user)
     containers = [name for module in names if module._modules for name in names[module]]
-    check_all_matched(user, [layer.fqn for layer in layers], containers)
-    plan = Plan(recipe=chosen, layers=tuple(layers), device=device.type, backend=planner.backend)
-    if example_inputs is None or not plan.converted:
-        return plan
-    if device.type == "meta":
-        return replace(plan, notes=("example_inputs cannot run on the meta device: no edge is fused.",))
-    return with_recording(plan, model, record_forward(model, plan, example_inputs), "example_inputs")
+    plan = Plan(
+        recipe=chosen, layers=tuple(layers), device=device.type, backend=planner.backend, overrides=user.overrides
+    )
+    if example_inputs is not None and device.type == "meta":
+        plan = replace(plan, notes=("example_inputs cannot run on the meta device: no edge is fused.",))
+    elif example_inputs is not None and chosen.converts_something:
+        plan = with_recording(plan, model, record_forward(model, plan, example_inputs), "example_inputs", user)
+    check_all_matched(user, [layer.fqn for layer in plan.layers], containers)
+    return plan
 
 
-def with_recording(plan: Plan, model: nn.Module, recording: Recording, source: str) -> Plan:
-    """`plan` with the edges and token counts that a recorded forward shows."""
+def with_recording(plan: Plan, model: nn.Module, recording: Recording, source: str, user: Rules | None = None) -> Plan:
+    """`plan` with the attention calls, the edges and the token counts that a recorded forward shows."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    linears = {
-        layer.fqn: Linear(modules[layer.fqn], LinearConfig.of(layer.precision))
+    calls = _attention_calls(plan, model, recording, user or Rules(plan.overrides, "overrides"))
+    plan = replace(plan, layers=(*plan.layers, *calls))
+    consumers = {
+        layer.fqn: consumer
         for layer in plan.converted
-        if layer.kind == "linear"
+        if (consumer := _consumer(layer, modules[layer.fqn])) is not None
     }
-    finder = EdgeFinder(recording, linears, modules, change_rounding=source == "example_inputs")
+    finder = EdgeFinder(recording, consumers, modules, change_rounding=source == "example_inputs")
     edges = [edge for layer in plan.converted if (edge := _edge(finder, layer)) is not None]
     layers = tuple(_with_tokens(layer, recording.tokens.get(layer.fqn, 0)) for layer in plan.layers)
     return replace(plan, layers=layers, edges=tuple(edges), recorded=source)
+
+
+def _is_masked(call: Node) -> bool:
+    """Whether a recorded attention call has a mask: a fourth tensor, or a causal flag."""
+    return len(call.inputs) > 3 or any(value is True for key, value in call.options.items() if key != "enable_gqa")
+
+
+def _consumer(layer: LayerPlan, module: nn.Module) -> Consumer | None:
+    if layer.kind == "linear":
+        weight = getattr(module, "weight", None)
+        return Consumer(LinearConfig.of(layer.precision), weight is not None and weight.requires_grad)
+    if layer.kind != "attention" or not isinstance(layer.precision.projections, LinearPrecision):
+        return None
+    if layer.implementation is SDPAOwner:
+        return None
+    weights = [p for name, p in module.named_parameters() if "proj_weight" in name]
+    trained = any(p.requires_grad for p in weights)
+    return Consumer(LinearConfig.of(layer.precision.projections), trained, several=True)
+
+
+def _attention_calls(plan: Plan, model: nn.Module, recording: Recording, user: Rules) -> list[LayerPlan]:
+    """A row for each module whose own forward calls `F.scaled_dot_product_attention`."""
+    names = _names(model)
+    owners: dict[nn.Module, list[Node]] = {}
+    for node in recording.nodes:
+        if node.kind == "function" and node.name == SDPA and node.path:
+            owners.setdefault(node.path[-1], []).append(node)
+    planner = _LayerPlanner(plan.recipe, user, plan.backend)
+    return [planner.plan_call(names[owner], owner, calls) for owner, calls in owners.items()]
+
+
+def call_precision(recipe: Recipe, user: Rules, names: list[str]) -> tuple[Any, str]:
+    """Precision of attention called in a module's own forward, by the recipe and the user's overrides, and why."""
+    precision: Any = recipe.attention
+    reason = f"recipe {recipe.name} leaves attention layers in BF16"
+    for rules in (Rules(recipe.rules, f"recipe {recipe.name}"), user):
+        match = rules.match(names, "attention")
+        if match is not None:
+            where = f"{rules.origin}: {match.pattern!r}"
+            precision = apply_override(precision, match.override, "attention", where)
+            reason = f"{where} says bf16"
+    if precision != BF16:
+        precision = precision.model_copy(update={"projections": BF16})
+    return (BF16, reason) if is_bf16(precision) else (precision, "")
 
 
 def pieces(model: nn.Module, plan: Plan) -> set[nn.Module]:
@@ -176,6 +227,21 @@ class _LayerPlanner:
             small = self._too_small(candidate)
             precision, reason = (BF16, small) if small else (precision, reason)
         return self._row(names, module, candidate, precision, reason)
+
+    def plan_call(self, names: list[str], module: nn.Module, calls: list[Node]) -> LayerPlan:
+        """The row of a module that calls attention itself."""
+        precision, reason = call_precision(self.recipe, self.user, names)
+        dims = sorted({dim for call in calls for dim in call.last_dims[:3]})
+        implementation = SDPAOwner
+        if not reason and any(dim % BLOCK for dim in dims):
+            reason = f"head dim {next(dim for dim in dims if dim % BLOCK)} is not a multiple of {BLOCK}"
+        if not reason and precision.spec.mixes_rows and not precision.mix_masked and any(map(_is_masked, calls)):
+            reason = "its tiles span several tokens, which its mask hides from each other; use 1x32 tiles or mix_masked"
+        if reason:
+            precision, implementation = BF16, None
+        candidate = Candidate("attention", implementation=implementation)
+        row = self._row(names, module, candidate, precision, reason)
+        return replace(row, found_by_recording=True, old_type=f"attention call in {type(module).__name__}")
 
     def _left_alone(self, name: str, candidate: Candidate, precision: Any, match: Match | None) -> str:
         if match is not None and match.exact and not is_bf16(precision):

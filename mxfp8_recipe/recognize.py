@@ -21,8 +21,10 @@ from .modules import (
     MXFP8Activation,
     MXFP8Linear,
     MXFP8LinearTransposed,
+    MXFP8MultiheadAttention,
     MXFP8Norm,
     NormModuleConfig,
+    multihead_problem,
 )
 from .probe import probe_activation, probe_norm, probe_transposed_linear
 
@@ -57,8 +59,10 @@ def recognize(module: nn.Module, parent: nn.Module | None, cache: dict[object, A
 
     `cache` keeps the probes' answers for the modules of one plan.
     """
+    if isinstance(module, nn.MultiheadAttention):
+        return _recognize_multihead(module)
     if isinstance(module, nn.Linear):
-        return _recognize_linear(module, parent)
+        return None if isinstance(parent, nn.MultiheadAttention) else _recognize_linear(module)
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return _recognize_torch_norm(module)
     if isinstance(module, _OTHER_NORMS):
@@ -121,10 +125,16 @@ def _probe_norm(module: nn.Module, parameters: Mapping[str, Tensor]) -> Candidat
     return Candidate("norm", features, features, None if reason else MXFP8Norm, reason, config)
 
 
-def _recognize_linear(module: nn.Linear, parent: nn.Module | None) -> Candidate:
+def _recognize_multihead(module: nn.MultiheadAttention) -> Candidate:
+    """The whole layer, its projections included: it reads their weights and never calls them."""
+    reason = _forward_problem(module, nn.MultiheadAttention) or multihead_problem(module)
+    implementation = None if reason else MXFP8MultiheadAttention
+    return Candidate("attention", module.embed_dim, module.embed_dim, implementation, reason)
+
+
+def _recognize_linear(module: nn.Linear) -> Candidate:
     reason = (
         _forward_problem(module, nn.Linear)
-        or _parent_problem(parent)
         or _weight_problem(module.weight)
         or _alignment_problem(module.in_features, module.out_features)
     )
@@ -174,12 +184,6 @@ def _forward_problem(module: nn.Module, known: type[nn.Module]) -> str:
     owner = next(c for c in type(module).__mro__ if "forward" in vars(c))
     if owner is not known:
         return f"{owner.__name__} has a forward of its own, which a swap would bypass"
-    return ""
-
-
-def _parent_problem(parent: nn.Module | None) -> str:
-    if isinstance(parent, nn.MultiheadAttention):
-        return f"{type(parent).__name__} reads its weight and never calls it"
     return ""
 
 

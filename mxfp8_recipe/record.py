@@ -36,6 +36,7 @@ class Node:
         inputs: values read, in argument order. outputs: values made.
         options: a function's non-tensor arguments that matter to matching.
         grad_enabled: whether autograd was recording.
+        last_dims: last dim of each input.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class Node:
     outputs: tuple[int, ...]
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     grad_enabled: bool = True
+    last_dims: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass
@@ -108,8 +110,9 @@ class Recorder(TorchFunctionMode):
         if not inputs or (name in _METADATA and not made):
             return
         if _is_same_value(name, args, result):
-            self._values.setdefault(id(result), inputs[0])
-            self._keep.append(result)
+            if id(result) not in self._values:
+                self._values[id(result)] = inputs[0]
+                self._keep.append(result)
             return
         if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or "out" in kwargs:
             self.recording.overwritten.update(self.value_of(t) for t in made)
@@ -117,8 +120,10 @@ class Recorder(TorchFunctionMode):
 
     def _add(self, kind: str, name: str, inputs: list[int], made: list[Tensor], options: dict[str, Any]) -> None:
         outputs = tuple(self.value_of(t) for t in made)
-        path = tuple(self._path)
-        self.recording.nodes.append(Node(kind, name, path, tuple(inputs), outputs, options, torch.is_grad_enabled()))
+        last_dims = tuple(t.shape[-1] if t.dim() else 0 for t in (self._keep[value] for value in inputs))
+        self.recording.nodes.append(
+            Node(kind, name, tuple(self._path), tuple(inputs), outputs, options, torch.is_grad_enabled(), last_dims)
+        )
 
     def enter_module(self, module: nn.Module, piece: bool) -> None:
         self._path.append(module)

@@ -40,6 +40,7 @@ class Rules:
     def __init__(self, overrides: Mapping[str, Override], origin: str) -> None:
         self.origin = origin
         self._overrides = dict(overrides)
+        self.overrides: Mapping[str, Override] = self._overrides
         self._regexes = [(p, self._compile(p)) for p in overrides if p.startswith(_REGEX)]
         self._used: set[str] = set()
         for pattern, override in overrides.items():

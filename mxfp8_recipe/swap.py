@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from .autograd import LinearConfig
-from .modules import NormModuleConfig, is_swapped, restore, swap_class
+from .autograd import AttentionConfig, LinearConfig
+from .modules import NormModuleConfig, disable_fast_paths, is_slow_encoder, is_swapped, restore, swap_class
 from .mx_tensor import Edge
 from .plan import LayerPlan, Plan
 
@@ -27,8 +27,9 @@ def carry_out(model: nn.Module, plan: Plan, strict: bool) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
     for layer in plan.converted:
         assert layer.implementation is not None
-        config = _config(layer)
+        config = layer_config(layer)
         swap_class(modules[layer.fqn], layer.implementation, shared.setdefault(config, config))
+    disable_fast_paths(model)
     model.__dict__[PLAN] = plan
     model.register_state_dict_post_hook(_record_fingerprint)
     model.register_load_state_dict_pre_hook(_check_fingerprint)
@@ -38,6 +39,10 @@ def carry_out(model: nn.Module, plan: Plan, strict: bool) -> None:
 def connect(model: nn.Module, plan: Plan, strict: bool) -> None:
     """Make the plan's fused edges carry: each producer gets its edge, a norm also what to emit on it."""
     modules = dict(model.named_modules(remove_duplicate=False))
+    for layer in plan.converted:
+        if layer.found_by_recording and not is_swapped(modules[layer.fqn]):
+            assert layer.implementation is not None
+            swap_class(modules[layer.fqn], layer.implementation, layer_config(layer))
     for edge in plan.edges:
         if not edge.fused:
             continue
@@ -60,6 +65,7 @@ def take_back(model: nn.Module) -> int:
     owners = [module for module in model.modules() if PLAN in module.__dict__]
     if not swapped and not owners:
         raise ValueError(f"revert: {type(model).__name__} has no recipe applied; call apply_recipe first")
+    slowed = [is_slow_encoder(module) for module in swapped]
     for module in swapped:
         restore(module)
         module.__dict__.pop(_EDGE, None)
@@ -67,7 +73,7 @@ def take_back(model: nn.Module) -> int:
         del owner.__dict__[PLAN]
         drop_hook(owner._state_dict_hooks, _record_fingerprint)
         drop_hook(owner._load_state_dict_pre_hooks, _check_fingerprint)
-    return len(swapped)
+    return sum(not slow for slow in slowed)
 
 
 def applied_plan(model: nn.Module) -> Plan | None:
@@ -86,9 +92,13 @@ def drop_hook(hooks: dict[int, Any], function: Any) -> None:
         del hooks[key]
 
 
-def _config(layer: LayerPlan) -> Any:
+def layer_config(layer: LayerPlan) -> Any:
     """What the module of a layer runs with."""
-    return LinearConfig.of(layer.precision) if layer.kind == "linear" else layer.module_config
+    if layer.kind == "linear":
+        return LinearConfig.of(layer.precision)
+    if layer.kind == "attention":
+        return AttentionConfig.of(layer.precision, layer.fqn)
+    return layer.module_config
 
 
 def _record_fingerprint(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
 FUSED_MAY_IMPORT = {"torch", "triton", *sys.stdlib_module_names}
 
-HEAVY = ("triton", "matplotlib", "torchmetrics", "jinja2", "typer", "pandas", "transformer_engine", "torchao")
+HEAVY = ("matplotlib", "torchmetrics", "jinja2", "typer", "pandas", "transformer_engine", "torchao")
 """What `import mxfp8_recipe` must leave alone."""
 
 
