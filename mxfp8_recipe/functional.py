@@ -113,9 +113,10 @@ def mxfp8_norm(
     seed = draw_seed(input.device) if config.stochastic else None
     if config.emit_high and target != dtype:
         return _norm_high(input, weight, bias, plain, dtype)
-    carrier, *parts = _apply(NormFunction, input, weight, bias, seed, config, dtype, target)
+    parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    parts = _apply(NormFunction, input, weight, bias, seed, config, dtype, target)
     again = partial(_norm_high, input, weight, bias, plain, dtype)
-    return MXTensor(carrier, *parts, config.rowwise, config.colwise, target, config.emit_high, again, edge)
+    return MXTensor(*parts, config.rowwise, config.colwise, target, config.emit_high, again, edge)
 
 
 def _norm_high(

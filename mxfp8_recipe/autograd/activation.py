@@ -123,7 +123,8 @@ def _activation_wgrad(
         return wgrad(grad, grad_q, y, None, config)
     if y_t[0] is None:
         y_t = _activate(x, gate, ctx.kind, ctx.compute_dtype, "", spec, False, seed, config)[1][2:]
-    return wgrad(grad, grad_q, *y_t, config)
+    assert y_t[0] is not None
+    return wgrad(grad, grad_q, y_t[0], y_t[1], config)
 
 
 def _activate(
