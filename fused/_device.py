@@ -3,7 +3,7 @@
 Values travel as words of two neighboring features (two bf16 or fp16 in 32 bits, two fp32 in 64): one conversion
 instruction rounds a pair, one maximum compares a pair of bf16.
 
-A two-orientation program works on 128 tokens x C features, C a multiple of 128. The tokens come as four subtiles
+A two-orientation program works on 128 tokens x 128 features. The tokens come as four subtiles
 `w0 .. w3` of 32 rows: row `row_index(j)` of subtile j is chosen so that a thread holds consecutive tokens. Four
 elements of one feature then make one 32-bit word without leaving the thread, the transpose goes through shared memory
 in words rather than bytes, and each feature's 128 tokens leave as one full line.
@@ -75,18 +75,26 @@ def max_u16x2(a, b):
 
 
 @triton.jit
-def scale_byte(amax, E5: tl.constexpr, FLOOR: tl.constexpr):
-    """E8M0 byte from the bits of amax; see `reference.scale_bytes`. RCEIL: a mantissa above 1.75 carries."""
+def inv_scale(amax, E5: tl.constexpr, FLOOR: tl.constexpr):
+    """Bits of fp32 `2**(127 - byte)`, NaN for byte 255, from the bits of amax; see `reference.scale_bytes`.
+
+    RCEIL: adding the distance from 1.75 to 2 carries a mantissa above 1.75 into the exponent.
+    """
     carry: tl.constexpr = 0 if FLOOR else 0x1FFFFF
-    bias: tl.constexpr = 15 if E5 else 8
-    byte = ((amax + carry) >> 23) - bias
-    return tl.where(amax >= 0x7F800000, 255, tl.maximum(byte, 0))
+    bias: tl.constexpr = 15 << 23 if E5 else 8 << 23
+    exponent = tl.maximum((amax + carry) & 0x7F800000, bias) - bias
+    return tl.where(amax >= 0x7F800000, 0x7FC00000, (254 << 23) - exponent)
 
 
 @triton.jit
-def reciprocal(byte):
-    """fp32 `2**(127 - byte)`, NaN for byte 255."""
-    return tl.where(byte == 255, 0x7FC00000, (254 - byte) << 23).to(tl.float32, bitcast=True)
+def scale_byte(inv):
+    """E8M0 byte of a tile from the bits of its inverse scale."""
+    return (254 - (inv >> 23)) & 0xFF
+
+
+@triton.jit
+def as_float(bits):
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -167,7 +175,13 @@ def load_words(ptr, rows, row0, col0, M, K2, LD2, C2: tl.constexpr):
 
 @triton.jit
 def store_rows(value, rows, row0, col0, M, K2, ptr):
-    """Store words (R, C2) at tokens `row0 + rows`, features from col0, of an (M, K2)-word matrix.
+    """Store words (R, C2) at tokens `row0 + rows`, features from col0, of an (M, K2)-word matrix."""
+    store_rows_until(value, rows, row0, col0, M, K2, K2, ptr)
+
+
+@triton.jit
+def store_rows_until(value, rows, row0, col0, M, K2, END2, ptr):
+    """`store_rows` of words before END2 alone.
 
     The extra dimension and the zero `skew`, which leaves the compiler knowing no alignment beyond 4 words,
     keep Triton from choosing one layout for loads and stores together: the layout of a load, and with it the
@@ -179,7 +193,7 @@ def store_rows(value, rows, row0, col0, M, K2, ptr):
     cols = (col0 // 2 + tl.arange(0, C2))[None, None, :]
     tokens = rows[None, :, None]
     at = ptr + (row0 * K2 + skew) + tokens * K2 + cols
-    tl.store(at, tl.reshape(value, (1, R, C2)), mask=((row0 + tokens) < M) & (cols < K2))
+    tl.store(at, tl.reshape(value, (1, R, C2)), mask=((row0 + tokens) < M) & (cols < END2))
 
 
 @triton.jit
@@ -229,21 +243,28 @@ def row_amax(tiled, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def quantize_rows(
+    w, rows, row0, col0, M, K2, q_ptr, DTYPE: tl.constexpr, BC: tl.constexpr, E5: tl.constexpr, FLOOR: tl.constexpr
+):
+    """Quantize words w (R, C2) in 1 x BC tiles, store qdata (int16 words); return the scale words (R, C2 / 64)."""
+    R: tl.constexpr = w.shape[0]
+    C2: tl.constexpr = w.shape[1]
+    tiled = tl.reshape(w, (R, 2 * C2 // BC, BC // 2))
+    inv = inv_scale(row_amax(tiled, DTYPE), E5, FLOOR)
+    factor = as_float(inv)[:, :, None]
+    lo, hi = unpack(tiled, DTYPE)
+    store_rows(tl.reshape(fp8_pair(lo * factor, hi * factor, E5), (R, C2)), rows, row0, col0, M, K2, q_ptr)
+    return pack_bytes(scale_byte(inv), C2 // 64, BC == 128)
+
+
+@triton.jit
 def emit_rows(
     w, rows, row0, col0, M, K2, q_ptr, s_ptr, DTYPE: tl.constexpr,
     BC: tl.constexpr, E5: tl.constexpr, FLOOR: tl.constexpr, SWIZZLED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize words w (R, C2) in 1 x BC tiles and store qdata (int16 words) and scales of tokens `row0 + rows`."""
-    R: tl.constexpr = w.shape[0]
-    C2: tl.constexpr = w.shape[1]
-    tiled = tl.reshape(w, (R, 2 * C2 // BC, BC // 2))
-    byte = scale_byte(row_amax(tiled, DTYPE), E5, FLOOR)
-    inv = reciprocal(byte)[:, :, None]
-    lo, hi = unpack(tiled, DTYPE)
-    store_rows(tl.reshape(fp8_pair(lo * inv, hi * inv, E5), (R, C2)), rows, row0, col0, M, K2, q_ptr)
-    W: tl.constexpr = C2 // 64
-    words = pack_bytes(byte, W, BC == 128)
-    c = col0 // 32 + 4 * tl.arange(0, W)
+    """qdata and scales of tokens `row0 + rows`, in 1 x BC tiles."""
+    words = quantize_rows(w, rows, row0, col0, M, K2, q_ptr, DTYPE, BC, E5, FLOOR)
+    c = col0 // 32 + 4 * tl.arange(0, w.shape[1] // 64)
     store_scale(s_ptr, words, (row0 + rows)[:, None], c[None, :], M, K2 // 16, SWIZZLED, ALIGNED)
 
 
@@ -292,73 +313,75 @@ def spread(inv, REPS: tl.constexpr, C2: tl.constexpr):
 
 
 @triton.jit
-def block_bytes(lo, hi, BC: tl.constexpr, E5: tl.constexpr, FLOOR: tl.constexpr):
-    """Scale bytes of even and odd features; for BC > 1 both are the (G, C / BC) bytes of the common tile."""
+def block_scales(lo, hi, BC: tl.constexpr, E5: tl.constexpr, FLOOR: tl.constexpr):
+    """Inverse scales of even and odd features; for BC > 1 both are the (G, C / BC) ones of the common tile."""
     if BC > 1:
         m = tl.maximum(lo, hi)
         m = tl.max(tl.reshape(m, (m.shape[0], 2 * m.shape[1] // BC, BC // 2)), axis=2)
-        byte_lo = scale_byte(m, E5, FLOOR)
-        byte_hi = byte_lo
+        inv_lo = inv_scale(m, E5, FLOOR)
+        inv_hi = inv_lo
     else:
-        byte_lo = scale_byte(lo, E5, FLOOR)
-        byte_hi = scale_byte(hi, E5, FLOOR)
-    return byte_lo, byte_hi
+        inv_lo = inv_scale(lo, E5, FLOOR)
+        inv_hi = inv_scale(hi, E5, FLOOR)
+    return inv_lo, inv_hi
 
 
 @triton.jit
-def store_transposed(lo, hi, row0, col0, K, MT, qt_ptr, REPS: tl.constexpr, WORDS: tl.constexpr):
-    """Words of four tokens, (32, C2) each for even and odd features, to (C, 128) of the transposed qdata.
+def store_transposed(lo, hi, row0, col0, K, MT, qt_ptr, REPS: tl.constexpr, T_ALIGN: tl.constexpr):
+    """Words of four tokens, (32, 64) each for even and odd features, to (128, 128) of the transposed qdata.
 
-    Its rows are MT bytes apart. WORDS: `qt_ptr` is int32 and MT a multiple of 4, else uint8.
+    Its rows are MT bytes apart, MT a multiple of T_ALIGN. `qt_ptr` is int32, or uint8 for T_ALIGN = 1.
     """
-    C: tl.constexpr = 2 * lo.shape[1]
     PASS: tl.constexpr = 32 // REPS
-    word = tl.reshape(tl.join(lo, hi), (REPS, PASS, C))
-    word = tl.reshape(tl.permute(word, (2, 1, 0)), (C, 32))
-    cols = col0 + tl.arange(0, C)
-    if WORDS:
-        tokens = row0 // 4 + tl.arange(0, 32)
-        at = qt_ptr + cols[:, None].to(tl.int64) * (MT // 4) + tokens[None, :]
-        tl.store(at, word, mask=(cols < K)[:, None] & (tokens < MT // 4)[None, :])
+    word = tl.reshape(tl.join(lo, hi), (REPS, PASS, 128))
+    word = tl.reshape(tl.permute(word, (2, 1, 0)), (128, 32))
+    cols = col0 + tl.arange(0, 128)
+    if T_ALIGN > 1:
+        if T_ALIGN == 16:
+            stride = (MT // 16) * 4  # says "a multiple of 4 words", which gives 16-byte stores
+        else:
+            stride = MT // 4
+        tokens = (row0 // 128).to(tl.int32) * 32 + tl.arange(0, 32)
+        at = qt_ptr + cols[:, None].to(tl.int64) * stride + tokens[None, :]
+        tl.store(at, word, mask=(cols < K)[:, None] & (tokens < stride)[None, :])
     else:
         even = tl.join(word & 0xFF, (word >> 16) & 0xFF)
         odd = tl.join((word >> 8) & 0xFF, (word >> 24) & 0xFF)
-        byte = tl.reshape(tl.join(even, odd), (C, 128)).to(tl.uint8)
+        byte = tl.reshape(tl.join(even, odd), (128, 128)).to(tl.uint8)
         tokens = row0 + tl.arange(0, 128)
         at = qt_ptr + cols[:, None].to(tl.int64) * MT + tokens[None, :]
         tl.store(at, byte, mask=(cols < K)[:, None] & (tokens < MT)[None, :])
 
 
 @triton.jit
-def store_square_row_scale(byte, row0, col0, M, K2, s_ptr, W: tl.constexpr, SWIZZLED: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
-    """(G, C / BC) bytes of tiles several tokens high to the row-wise scales of 128 tokens, W words each."""
-    G: tl.constexpr = byte.shape[0]
-    words = pack_bytes(byte, W, byte.shape[1] == W)
-    words = tl.reshape(tl.broadcast_to(words[:, None, :], (G, 128 // G, W)), (128, W))
+def store_row_scale_of_tiles(inv, row0, col0, M, K2, s_ptr, SWIZZLED: tl.constexpr, ALIGNED: tl.constexpr):
+    """(G, 128 / BC) inverse scales of tiles several tokens high to the row-wise scales of 128 tokens."""
+    G: tl.constexpr = inv.shape[0]
+    words = pack_bytes(scale_byte(inv), 1, inv.shape[1] == 1)
+    words = tl.reshape(tl.broadcast_to(words[:, None, :], (G, 128 // G, 1)), (128, 1))
     r = row0 + tl.arange(0, 128)
-    c = col0 // 32 + 4 * tl.arange(0, W)
+    c = col0 // 32 + 4 * tl.arange(0, 1)
     store_scale(s_ptr, words, r[:, None], c[None, :], M, K2 // 16, SWIZZLED, ALIGNED)
 
 
 @triton.jit
-def token_words(byte):
-    """(G, N) bytes to (N,) words of the four token blocks."""
-    if byte.shape[0] == 1:
-        words = tl.reshape(byte, (byte.shape[1],)) * 0x01010101
+def token_words(inv):
+    """(G, N) inverse scales to (N,) words of the bytes of the four token blocks."""
+    byte = scale_byte(inv)
+    if inv.shape[0] == 1:
+        words = tl.reshape(byte, (inv.shape[1],)) * 0x01010101
     else:
         words = tl.sum(byte << (tl.arange(0, 4) * 8)[:, None], axis=0)
     return words
 
 
 @triton.jit
-def store_col_scale(
-    lo, hi, row0, col0, MT, K, st_ptr, C: tl.constexpr, SWIZZLED: tl.constexpr, ALIGNED: tl.constexpr
-):
-    """`block_bytes` to the scales of the transposed qdata: one word of four token blocks per feature."""
+def store_col_scale(lo, hi, row0, col0, MT, K, st_ptr, SWIZZLED: tl.constexpr, ALIGNED: tl.constexpr):
+    """`block_scales` to the scales of the transposed qdata: one word of four token blocks per feature."""
     N: tl.constexpr = lo.shape[1]
     words = tl.join(token_words(lo), token_words(hi))
-    words = tl.reshape(tl.broadcast_to(words[:, None, :], (N, C // (2 * N), 2)), (C, 1))
-    r = col0 + tl.arange(0, C)
+    words = tl.reshape(tl.broadcast_to(words[:, None, :], (N, 64 // N, 2)), (128, 1))
+    r = col0 + tl.arange(0, 128)
     c = (row0 // 32 + 4 * tl.arange(0, 1)).to(tl.int32)
     store_scale(st_ptr, words, r[:, None], c[None, :], K, (MT + 31) // 32, SWIZZLED, ALIGNED)
 
@@ -381,41 +404,56 @@ def scaled_columns(w0, w1, w2, w3, inv_lo, inv_hi, DTYPE: tl.constexpr, E5: tl.c
 
 
 @triton.jit
+def emit_columns(
+    w0, w1, w2, w3, row0, col0, K2, MT, qt_ptr, st_ptr, DTYPE: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, E5: tl.constexpr, FLOOR: tl.constexpr, ALIGNED: tl.constexpr,
+    T_ALIGN: tl.constexpr, SWIZZLED: tl.constexpr, REPS: tl.constexpr,
+):  # fmt: skip
+    """Transposed qdata and its scales of a 128 x 128 tile given as four (32, 64) subtiles of words."""
+    lo, hi = column_amax(w0, w1, w2, w3, BR, DTYPE, REPS)
+    inv_lo, inv_hi = block_scales(lo, hi, BC, E5, FLOOR)
+    factor_lo = spread(as_float(inv_lo), REPS, 64)
+    factor_hi = factor_lo
+    if BC == 1:
+        factor_hi = spread(as_float(inv_hi), REPS, 64)
+    q_lo, q_hi = scaled_columns(w0, w1, w2, w3, factor_lo, factor_hi, DTYPE, E5)
+    store_transposed(q_lo, q_hi, row0, col0, K2 * 2, MT, qt_ptr, REPS, T_ALIGN)
+    store_col_scale(inv_lo, inv_hi, row0, col0, MT, K2 * 2, st_ptr, SWIZZLED, ALIGNED)
+
+
+@triton.jit
 def emit_tile(
     w0, w1, w2, w3, row0, col0, M, K2, MT, q_ptr, s_ptr, qt_ptr, st_ptr, DTYPE: tl.constexpr,
     R_BR: tl.constexpr, R_BC: tl.constexpr, R_E5: tl.constexpr, R_FLOOR: tl.constexpr, R_ALIGNED: tl.constexpr,
     C_BR: tl.constexpr, C_BC: tl.constexpr, C_E5: tl.constexpr, C_FLOOR: tl.constexpr, C_ALIGNED: tl.constexpr,
-    WORDS: tl.constexpr, SWIZZLED: tl.constexpr, REPS: tl.constexpr,
+    T_ALIGN: tl.constexpr, SWIZZLED: tl.constexpr, REPS: tl.constexpr,
 ):  # fmt: skip
-    """MXFP8 of 128 x C values given as four (32, C2) subtiles of words, zero past the edges, in either orientation
+    """MXFP8 of 128 x 128 values given as four (32, 64) subtiles of words, zero past the edges, in either orientation
     or both.
 
     R_BR = 0: nothing row-wise; C_BR = 0: nothing transposed. M, 2 * K2: extent of qdata; MT: bytes a row of
     transposed qdata takes.
     """
-    C2: tl.constexpr = w0.shape[1]
     r0, r1, r2, r3 = row_index(0, REPS), row_index(1, REPS), row_index(2, REPS), row_index(3, REPS)
     if R_BR == 1:
-        emit_rows(w0, r0, row0, col0, M, K2, q_ptr, s_ptr, DTYPE, R_BC, R_E5, R_FLOOR, SWIZZLED, R_ALIGNED)
-        emit_rows(w1, r1, row0, col0, M, K2, q_ptr, s_ptr, DTYPE, R_BC, R_E5, R_FLOOR, SWIZZLED, R_ALIGNED)
-        emit_rows(w2, r2, row0, col0, M, K2, q_ptr, s_ptr, DTYPE, R_BC, R_E5, R_FLOOR, SWIZZLED, R_ALIGNED)
-        emit_rows(w3, r3, row0, col0, M, K2, q_ptr, s_ptr, DTYPE, R_BC, R_E5, R_FLOOR, SWIZZLED, R_ALIGNED)
+        s0 = quantize_rows(w0, r0, row0, col0, M, K2, q_ptr, DTYPE, R_BC, R_E5, R_FLOOR)
+        s1 = quantize_rows(w1, r1, row0, col0, M, K2, q_ptr, DTYPE, R_BC, R_E5, R_FLOOR)
+        s2 = quantize_rows(w2, r2, row0, col0, M, K2, q_ptr, DTYPE, R_BC, R_E5, R_FLOOR)
+        s3 = quantize_rows(w3, r3, row0, col0, M, K2, q_ptr, DTYPE, R_BC, R_E5, R_FLOOR)
+        words = tl.reshape(tl.join(tl.join(s0, s2), tl.join(s1, s3)), (32, 4))  # all rows at once: one exchange
+        r = row0 + r0[:, None] + tl.arange(0, 4)[None, :]
+        store_scale(s_ptr, words, r, r0[:, None] * 0 + col0 // 32, M, K2 // 16, SWIZZLED, R_ALIGNED)
     if R_BR > 1:
         lo, hi = column_amax(w0, w1, w2, w3, R_BR, DTYPE, REPS)
-        byte, same = block_bytes(lo, hi, R_BC, R_E5, R_FLOOR)
-        inv = spread(reciprocal(byte), REPS, C2)
-        store_rows(scaled_row(w0, inv, DTYPE, R_E5), r0, row0, col0, M, K2, q_ptr)
-        store_rows(scaled_row(w1, inv, DTYPE, R_E5), r1, row0, col0, M, K2, q_ptr)
-        store_rows(scaled_row(w2, inv, DTYPE, R_E5), r2, row0, col0, M, K2, q_ptr)
-        store_rows(scaled_row(w3, inv, DTYPE, R_E5), r3, row0, col0, M, K2, q_ptr)
-        store_square_row_scale(byte, row0, col0, M, K2, s_ptr, C2 // 64, SWIZZLED, R_ALIGNED)
+        inv, same = block_scales(lo, hi, R_BC, R_E5, R_FLOOR)
+        factor = spread(as_float(inv), REPS, 64)
+        store_rows(scaled_row(w0, factor, DTYPE, R_E5), r0, row0, col0, M, K2, q_ptr)
+        store_rows(scaled_row(w1, factor, DTYPE, R_E5), r1, row0, col0, M, K2, q_ptr)
+        store_rows(scaled_row(w2, factor, DTYPE, R_E5), r2, row0, col0, M, K2, q_ptr)
+        store_rows(scaled_row(w3, factor, DTYPE, R_E5), r3, row0, col0, M, K2, q_ptr)
+        store_row_scale_of_tiles(inv, row0, col0, M, K2, s_ptr, SWIZZLED, R_ALIGNED)
     if C_BR > 0:
-        lo, hi = column_amax(w0, w1, w2, w3, C_BR, DTYPE, REPS)
-        byte_lo, byte_hi = block_bytes(lo, hi, C_BC, C_E5, C_FLOOR)
-        inv_lo = spread(reciprocal(byte_lo), REPS, C2)
-        inv_hi = inv_lo
-        if C_BC == 1:
-            inv_hi = spread(reciprocal(byte_hi), REPS, C2)
-        q_lo, q_hi = scaled_columns(w0, w1, w2, w3, inv_lo, inv_hi, DTYPE, C_E5)
-        store_transposed(q_lo, q_hi, row0, col0, K2 * 2, MT, qt_ptr, REPS, WORDS)
-        store_col_scale(byte_lo, byte_hi, row0, col0, MT, K2 * 2, st_ptr, 2 * C2, SWIZZLED, C_ALIGNED)
+        emit_columns(
+            w0, w1, w2, w3, row0, col0, K2, MT, qt_ptr, st_ptr, DTYPE,
+            C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN, SWIZZLED, REPS,
+        )  # fmt: skip

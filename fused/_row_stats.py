@@ -1,12 +1,13 @@
-"""Sums over a row that come out the same however the row is split among programs.
+"""Sums over a row that come out the same whichever kernel takes them, and the hand-over to those who need them.
 
-A row is summed in chunks of 128 features: inside a chunk by one warp in a fixed order, then over the chunks by an
-explicit pairwise tree. A program that holds whole rows and programs that hold 128 features each therefore agree to
-the bit, which "fused equals unfused" needs.
+A row is summed in chunks of 128 features: inside a chunk by lanes of one warp in a fixed order, then over the chunks by
+an explicit pairwise tree. Kernels that differ in rows a program or in warps agree to the bit, which "fused equals
+unfused" needs.
 
-`announce_chunk` and `await_chunks` are how the programs of one strip of 128 tokens exchange their chunks' sums: each
-stores its own, adds one to the strip's counter and waits until all have. Programs of a strip have consecutive ids and the hardware
-starts programs in order, so the ones waited for are running or next to run: at most one strip is incomplete.
+`announce` and `await_rows`: programs that sum the rows of a strip of 128 tokens run a fixed number of strips ahead,
+in the same launch, of the programs that use the sums. The wait is then over before it begins, and what the first ones
+read is still in the L2 cache when the second ones read it again. Summing programs never wait and have
+lower ids, and hardware starts programs in order, so no one waits for a program that cannot start.
 """
 
 from __future__ import annotations
@@ -54,58 +55,31 @@ def merge_stats(total, square, K, eps, LAYER: tl.constexpr, LOG2: tl.constexpr):
     rms: `square` holds sums of squares and `total` is not read. layer: `total` holds sums and `square` the sums of
     squares about the chunk's own mean, merged as Chan et al. (1983).
     """
-    features = K.to(tl.float32)
+    share = 1.0 / K.to(tl.float32)
     if LAYER:
-        mean = tree_sum(total, LOG2) / features
+        mean = tree_sum(total, LOG2) * share
         count = chunk_count(1 << LOG2, K)
         shift = total / count - mean[:, None]
         present = tl.arange(0, 1 << LOG2)[None, :] * CHUNK < K
         square = tl.where(present, square + count * (shift * shift), 0.0)
     else:
         mean = tl.zeros((square.shape[0],), tl.float32)
-    return mean, tl.rsqrt(tree_sum(square, LOG2) / features + eps)
+    return mean, tl.rsqrt(tree_sum(square, LOG2) * share + eps)
 
 
 @triton.jit
-def put_chunk(ptr, sums, strip, chunk, rows, NCP: tl.constexpr):
-    """Store the (32, 1) sums of one chunk for 32 of a strip's tokens; the scratch is (strips, 128, NCP)."""
-    tl.store(ptr + strip.to(tl.int64) * (128 * NCP) + rows[:, None] * NCP + chunk, sums)
-
-
-@triton.jit
-def announce_chunk(counter_ptr, strip):
-    """Say that this program's sums are stored."""
+def announce(counter_ptr, strip):
+    """Say that this program's rows of the strip are done."""
     tl.debug_barrier()  # every thread's stores come before the one thread's release
     tl.atomic_add(counter_ptr + strip, 1, sem="release", scope="gpu")
 
 
 @triton.jit
-def await_chunks(counter_ptr, strip, chunks):
-    """Return once all `chunks` programs of this strip have stored their sums."""
-    while tl.atomic_add(counter_ptr + strip, 0, sem="acquire", scope="gpu") < chunks:
+def await_rows(counter_ptr, strip, programs):
+    """Return once all `programs` of this strip have announced."""
+    while tl.atomic_add(counter_ptr + strip, 0, sem="acquire", scope="gpu") < programs:
         pass
     tl.debug_barrier()
-
-
-@triton.jit
-def get_chunks(ptr, strip, chunks, REPS: tl.constexpr, NCP: tl.constexpr):
-    """(128, NCP) chunk sums of a strip, rows in the order subtile 0, 1, 2, 3; zero past the last chunk."""
-    r = tl.arange(0, 128)
-    i = r % 32
-    PASS: tl.constexpr = 32 // REPS
-    rows = (i % PASS) * (4 * REPS) + (i // PASS) * 4 + r // 32
-    chunk = tl.arange(0, NCP)[None, :]
-    at = ptr + strip.to(tl.int64) * (128 * NCP) + rows[:, None] * NCP + chunk
-    return tl.load(at, mask=chunk < chunks, other=0.0, cache_modifier=".cg"), rows
-
-
-@triton.jit
-def split4(x):
-    """(128,) to the four (32,) of the subtiles."""
-    low, high = tl.split(tl.permute(tl.reshape(x, (2, 64)), (1, 0)))
-    a, b = tl.split(tl.permute(tl.reshape(low, (2, 32)), (1, 0)))
-    c, d = tl.split(tl.permute(tl.reshape(high, (2, 32)), (1, 0)))
-    return a, b, c, d
 
 
 @triton.jit

@@ -18,20 +18,21 @@ from .spec import Elem, QuantSpec, Rounding, ScaleRounding
 
 TOKENS = 128
 LANES = 32
+SUMMING = 4
+"""Programs that share the row sums of a strip of 128 tokens."""
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TileConfig:
-    """A program covers 128 tokens x `cols` features with `warps` warps."""
+    """A program covers 128 tokens x 128 features with `warps` warps."""
 
-    cols: int
     warps: int
     options: dict[str, int] = field(default_factory=dict)
 
     def reps(self, itemsize: int) -> int:
         """Groups of four consecutive tokens a thread holds, given 16-byte loads of the widest input."""
-        rows_a_pass = self.warps * LANES * (16 // itemsize) // self.cols
+        rows_a_pass = self.warps * LANES * (16 // itemsize) // 128
         return max(1, 32 // rows_a_pass) if rows_a_pass else 32
 
 
@@ -45,7 +46,7 @@ class RowConfig:
 
 
 def quantize_tile_config() -> TileConfig:
-    return TileConfig(cols=128, warps=8)
+    return TileConfig(warps=8)
 
 
 def row_config(features: int, *, elements: int = 8192, warps: int = 4, max_cols: int = 512) -> RowConfig:
@@ -63,11 +64,58 @@ def norm_row_config(features: int) -> RowConfig | None:
 
 
 def norm_tile_config() -> TileConfig:
-    return TileConfig(cols=128, warps=8)
+    return TileConfig(warps=8)
 
 
 def norm_backward_config() -> TileConfig:
-    return TileConfig(cols=128, warps=8)
+    return TileConfig(warps=8)
+
+
+def activation_row_config(features: int) -> RowConfig:
+    return row_config(features, elements=4096)
+
+
+def activation_tile_config() -> TileConfig:
+    return TileConfig(warps=8)
+
+
+def activation_backward_config(gated: bool) -> TileConfig:
+    return TileConfig(warps=8)
+
+
+MAX_FEATURES = 32768
+"""Widest row whose sums one program takes."""
+
+LEAD_PROGRAMS = 640
+"""Programs by which row sums run ahead: more than are ever in flight, so that nobody waits, and few enough that what
+they read, 32 KiB each, is still in the L2 cache."""
+
+
+@dataclass
+class Roles:
+    """How a launch of the norm kernels divides into programs that sum rows and programs that hold tiles."""
+
+    programs: int
+    strips: int
+    lead: int
+    counter: Tensor
+    flags: dict[str, int]
+
+
+def plan_roles(like: Tensor, tile: TileConfig, elements: int) -> Roles:
+    """`elements`: how many a summing program of 8 warps holds at a time."""
+    rows, cols = like.shape
+    strips, chunks = -(-rows // TOKENS), -(-cols // 128)
+    width = max(128, next_power_of_2(cols))
+    lead = min(strips, -(-LEAD_PROGRAMS // (SUMMING + chunks)))
+    held = min(TOKENS // SUMMING, max(1, elements * tile.warps // 8 // width))
+    return Roles(
+        programs=(strips + lead) * (SUMMING + chunks),
+        strips=strips,
+        lead=lead,
+        counter=torch.zeros(strips, dtype=torch.int32, device=like.device),
+        flags={"LOG2": (width // 128).bit_length() - 1, "R": held},
+    )
 
 
 def next_power_of_2(n: int) -> int:
@@ -82,6 +130,7 @@ class Emission:
     pointers: tuple[Tensor, Tensor, Tensor, Tensor]
     flags: dict[str, Any]
     stride_t: int
+    columns: int
 
     @property
     def any(self) -> bool:
@@ -114,7 +163,7 @@ def plan_emission(
         **_orientation("C", None if colwise is None else (colwise.tile[1], colwise.tile[0]), colwise),
         "R_ALIGNED": cols % 128 == 0,
         "C_ALIGNED": whole and -(-stride_t // 32) % 4 == 0,
-        "WORDS": whole,
+        "T_ALIGN": 16 if stride_t % 16 == 0 else 4 if whole else 1,
         "SWIZZLED": swizzled,
     }
     if rowwise is not None:
@@ -127,7 +176,7 @@ def plan_emission(
         pointers[2] = _as_words(outputs[2], whole)
         outputs[3] = _empty_scale(cols, -(-stride_t // 32), swizzled, device)
         pointers[3] = _as_words(outputs[3], swizzled or flags["C_ALIGNED"])
-    return Emission(tuple(outputs), tuple(pointers), flags, stride_t)  # pyright: ignore[reportArgumentType]
+    return Emission(tuple(outputs), tuple(pointers), flags, stride_t, cols)  # pyright: ignore[reportArgumentType]
 
 
 def padded_tokens(rows: int, pad_tokens: int) -> int:
@@ -149,8 +198,10 @@ def split_specs(rowwise: QuantSpec | None, colwise: QuantSpec | None) -> tuple[A
     return now[0], now[1], later[0], later[1]
 
 
-def check_features(op: str, features: int) -> None:
+def check_features(op: str, features: int, most: int | None = None) -> None:
     """Raise unless the kernels take this many features."""
+    if most is not None and features > most:
+        raise ValueError(f"{op}: got {features} features, expected at most {most}; the reference backend takes any number")
     if features % 32:
         raise ValueError(
             f"{op}: got {features} features, expected a multiple of 32; the reference backend takes any number"

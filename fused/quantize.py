@@ -17,10 +17,11 @@ from . import launch
 from ._device import (
     INTERPRETED,
     abs_bits,
+    as_float,
     emit_rows,
     emit_tile,
+    inv_scale,
     load_words,
-    reciprocal,
     row_index,
     scale_byte,
     software_fp8,
@@ -54,19 +55,19 @@ def quantize_tile_kernel(
     x_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, M, K8, LD8, MT, DTYPE: tl.constexpr,
     R_BR: tl.constexpr, R_BC: tl.constexpr, R_E5: tl.constexpr, R_FLOOR: tl.constexpr, R_ALIGNED: tl.constexpr,
     C_BR: tl.constexpr, C_BC: tl.constexpr, C_E5: tl.constexpr, C_FLOOR: tl.constexpr, C_ALIGNED: tl.constexpr,
-    WORDS: tl.constexpr, SWIZZLED: tl.constexpr, REPS: tl.constexpr, C: tl.constexpr,
+    T_ALIGN: tl.constexpr, SWIZZLED: tl.constexpr, REPS: tl.constexpr,
 ):  # fmt: skip
     K2 = K8 * 4
-    chunks = tl.cdiv(K8 * 8, C)
+    chunks = tl.cdiv(K8, 16)
     row0 = (tl.program_id(0) // chunks).to(tl.int64) * 128
-    col0 = (tl.program_id(0) % chunks) * C
-    w0 = load_words(x_ptr, row_index(0, REPS), row0, col0, M, K2, LD8 * 4, C // 2)
-    w1 = load_words(x_ptr, row_index(1, REPS), row0, col0, M, K2, LD8 * 4, C // 2)
-    w2 = load_words(x_ptr, row_index(2, REPS), row0, col0, M, K2, LD8 * 4, C // 2)
-    w3 = load_words(x_ptr, row_index(3, REPS), row0, col0, M, K2, LD8 * 4, C // 2)
+    col0 = (tl.program_id(0) % chunks) * 128
+    w0 = load_words(x_ptr, row_index(0, REPS), row0, col0, M, K2, LD8 * 4, 64)
+    w1 = load_words(x_ptr, row_index(1, REPS), row0, col0, M, K2, LD8 * 4, 64)
+    w2 = load_words(x_ptr, row_index(2, REPS), row0, col0, M, K2, LD8 * 4, 64)
+    w3 = load_words(x_ptr, row_index(3, REPS), row0, col0, M, K2, LD8 * 4, 64)
     emit_tile(
         w0, w1, w2, w3, row0, col0, M, K2, MT, q_ptr, s_ptr, qt_ptr, st_ptr, DTYPE,
-        R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, WORDS, SWIZZLED, REPS,
+        R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN, SWIZZLED, REPS,
     )  # fmt: skip
 
 
@@ -141,8 +142,9 @@ def quantize_general_kernel(
         y = tl.where(((l0 + t) < L // HADAMARD * HADAMARD)[None, :], hadamard(y, HADAMARD, LOG2), y)
     tiled = tl.reshape(y, (128 // ACROSS, ACROSS, 128 // ALONG, ALONG))
     amax = tl.max(tl.max(abs_bits(tiled), axis=3), axis=1)
-    byte = scale_byte(amax, E5, FLOOR)
-    scaled = tl.reshape(tiled * reciprocal(byte)[:, None, :, None], (128, 128))
+    inv = inv_scale(amax, E5, FLOOR)
+    byte = scale_byte(inv)
+    scaled = tl.reshape(tiled * as_float(inv)[:, None, :, None], (128, 128))
     if FLOOR:
         limit = 57344.0 if E5 else 448.0
         scaled = tl.where(scaled > limit, limit, tl.where(scaled < -limit, -limit, scaled))
@@ -217,10 +219,10 @@ def _quantize_nearest(x: Tensor, plan: Emission, rowwise: bool, colwise: bool) -
         )  # fmt: skip
         return
     tile = launch.quantize_tile_config()
-    grid = (-(-rows // launch.TOKENS) * -(-cols // tile.cols),)
+    grid = (-(-rows // launch.TOKENS) * -(-cols // 128),)
     quantize_tile_kernel[grid](
         words(x), *plan.pointers, rows, cols // 8, x.stride(0) // 8, plan.stride_t, DTYPE=DTYPES[x.dtype],
-        **flags, REPS=tile.reps(x.element_size()), C=tile.cols, num_warps=tile.warps,
+        **flags, REPS=tile.reps(x.element_size()), num_warps=tile.warps, **tile.options,
     )  # fmt: skip
 
 

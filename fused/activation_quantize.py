@@ -1,0 +1,335 @@
+"""Activation to MXFP8 in one pass, and its backward.
+
+Forward moves itemsize bytes in (twice that for a gated kind) and 1 + 1/32 out per element and orientation.
+Backward reads grad_y and the forward's input once and writes, as asked, dx, its MXFP8 in both orientations, bias
+gradient partial sums per 128 tokens, and the activation's transposed qdata, which wgrad of the next projection
+then need not have kept.
+Results equal `reference_ops` within one unit in the last place of the rounded dtype; given the same rounded values,
+bitwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import launch
+from ._activation_math import act, act_and_slope
+from ._device import emit_columns, emit_rows, emit_tile, load_words, pack, row_index, store_rows, store_rows_until, unpack
+from .launch import DTYPES, dense_rows, plan_emission, words
+from .norm_quantize import sum_strips
+from .quantize import quantize_both
+from .reference_ops import check_same, empty, split_operands
+from .spec import QuantSpec
+
+SCALARS = ["M", "K8", "LDU8", "LDX8", "LDG8", "MT", "OUT8", "UP_OFFSET8"]
+
+
+@triton.jit
+def activated(
+    up_ptr, x_ptr, rows, row0, col0, M, K2, LDU2, LDX2,
+    KIND: tl.constexpr, GATED: tl.constexpr, DTYPE: tl.constexpr, HIGH: tl.constexpr, C2: tl.constexpr,
+):  # fmt: skip
+    """Words of act(x) or act(x) * up, rounded to HIGH."""
+    lo, hi = unpack(load_words(x_ptr, rows, row0, col0, M, K2, LDX2, C2), DTYPE)
+    lo, hi = act(lo, KIND), act(hi, KIND)
+    if GATED:
+        up_lo, up_hi = unpack(load_words(up_ptr, rows, row0, col0, M, K2, LDU2, C2), DTYPE)
+        lo, hi = lo * up_lo, hi * up_hi
+    return pack(lo, hi, HIGH)
+
+
+@triton.jit(do_not_specialize=SCALARS)
+def activation_rows_kernel(
+    up_ptr, x_ptr, y_ptr, q_ptr, s_ptr, M, K8, LDU8, LDX8,
+    KIND: tl.constexpr, GATED: tl.constexpr, EMIT_HIGH: tl.constexpr, DTYPE: tl.constexpr, HIGH: tl.constexpr,
+    R_BR: tl.constexpr, R_BC: tl.constexpr, R_E5: tl.constexpr, R_FLOOR: tl.constexpr, R_ALIGNED: tl.constexpr,
+    SWIZZLED: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    K2 = K8 * 4
+    chunks = tl.cdiv(K8 * 8, C)
+    row0 = (tl.program_id(0) // chunks).to(tl.int64) * R
+    col0 = (tl.program_id(0) % chunks) * C
+    rows = tl.arange(0, R)
+    y = activated(up_ptr, x_ptr, rows, row0, col0, M, K2, LDU8 * 4, LDX8 * 4, KIND, GATED, DTYPE, HIGH, C // 2)
+    if EMIT_HIGH:
+        store_rows(y, rows, row0, col0, M, K2, y_ptr)
+    if R_BR == 1:
+        emit_rows(y, rows, row0, col0, M, K2, q_ptr, s_ptr, HIGH, R_BC, R_E5, R_FLOOR, SWIZZLED, R_ALIGNED)
+
+
+@triton.jit(do_not_specialize=SCALARS)
+def activation_tile_kernel(
+    up_ptr, x_ptr, y_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, M, K8, LDU8, LDX8, MT,
+    KIND: tl.constexpr, GATED: tl.constexpr, EMIT_HIGH: tl.constexpr, DTYPE: tl.constexpr, HIGH: tl.constexpr,
+    R_BR: tl.constexpr, R_BC: tl.constexpr, R_E5: tl.constexpr, R_FLOOR: tl.constexpr, R_ALIGNED: tl.constexpr,
+    C_BR: tl.constexpr, C_BC: tl.constexpr, C_E5: tl.constexpr, C_FLOOR: tl.constexpr, C_ALIGNED: tl.constexpr,
+    T_ALIGN: tl.constexpr, SWIZZLED: tl.constexpr, REPS: tl.constexpr,
+):  # fmt: skip
+    K2 = K8 * 4
+    chunks = tl.cdiv(K8, 16)
+    row0 = (tl.program_id(0) // chunks).to(tl.int64) * 128
+    col0 = (tl.program_id(0) % chunks) * 128
+    r0, r1, r2, r3 = row_index(0, REPS), row_index(1, REPS), row_index(2, REPS), row_index(3, REPS)
+    LDU2 = LDU8 * 4
+    LDX2 = LDX8 * 4
+    y0 = activated(up_ptr, x_ptr, r0, row0, col0, M, K2, LDU2, LDX2, KIND, GATED, DTYPE, HIGH, 64)
+    y1 = activated(up_ptr, x_ptr, r1, row0, col0, M, K2, LDU2, LDX2, KIND, GATED, DTYPE, HIGH, 64)
+    y2 = activated(up_ptr, x_ptr, r2, row0, col0, M, K2, LDU2, LDX2, KIND, GATED, DTYPE, HIGH, 64)
+    y3 = activated(up_ptr, x_ptr, r3, row0, col0, M, K2, LDU2, LDX2, KIND, GATED, DTYPE, HIGH, 64)
+    if EMIT_HIGH:
+        store_rows(y0, r0, row0, col0, M, K2, y_ptr)
+        store_rows(y1, r1, row0, col0, M, K2, y_ptr)
+        store_rows(y2, r2, row0, col0, M, K2, y_ptr)
+        store_rows(y3, r3, row0, col0, M, K2, y_ptr)
+    emit_tile(
+        y0, y1, y2, y3, row0, col0, M, K2, MT, q_ptr, s_ptr, qt_ptr, st_ptr, HIGH,
+        R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN, SWIZZLED, REPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def gradients(
+    g_ptr, up_ptr, x_ptr, rows, row0, col0, M, K2, LDG2, LDU2, LDX2,
+    KIND: tl.constexpr, GATED: tl.constexpr, DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, HIGH: tl.constexpr,
+):  # fmt: skip
+    """Words of `(d inner, d up, y)` of one subtile: inner is what the activation applies to."""
+    lo, hi = unpack(load_words(x_ptr, rows, row0, col0, M, K2, LDX2, 64), DTYPE)
+    g_lo, g_hi = unpack(load_words(g_ptr, rows, row0, col0, M, K2, LDG2, 64), G_DTYPE)
+    y_lo, slope_lo = act_and_slope(lo, KIND)
+    y_hi, slope_hi = act_and_slope(hi, KIND)
+    if GATED:
+        up_lo, up_hi = unpack(load_words(up_ptr, rows, row0, col0, M, K2, LDU2, 64), DTYPE)
+        dup = pack(g_lo * y_lo, g_hi * y_hi, DTYPE)
+        dinner = pack(g_lo * up_lo * slope_lo, g_hi * up_hi * slope_hi, DTYPE)
+        y = pack(y_lo * up_lo, y_hi * up_hi, HIGH)
+    else:
+        dinner = pack(g_lo * slope_lo, g_hi * slope_hi, DTYPE)
+        dup = dinner
+        y = pack(y_lo, y_hi, HIGH)
+    return dinner, dup, y
+
+
+@triton.jit
+def sum_tokens(w0, w1, w2, w3, line_ptr, col0, K, DTYPE: tl.constexpr):
+    """Store the sums over the 128 tokens of four (32, 64) subtiles of words."""
+    l0, h0 = unpack(w0, DTYPE)
+    l1, h1 = unpack(w1, DTYPE)
+    l2, h2 = unpack(w2, DTYPE)
+    l3, h3 = unpack(w3, DTYPE)
+    lo = tl.sum((l0 + l1) + (l2 + l3), axis=0)
+    hi = tl.sum((h0 + h1) + (h2 + h3), axis=0)
+    cols = tl.arange(0, 128)
+    tl.store(line_ptr + col0 + cols, tl.reshape(tl.join(lo, hi), (128,)), mask=col0 + cols < K)
+
+
+@triton.jit(do_not_specialize=SCALARS)
+def activation_backward_kernel(
+    g_ptr, up_ptr, x_ptr, dx_ptr, dup_ptr, partial_ptr, q_ptr, s_ptr, qt_ptr, st_ptr,
+    uq_ptr, us_ptr, uqt_ptr, ust_ptr, at_ptr, ast_ptr, M, K8, LDG8, LDU8, LDX8, OUT8, UP_OFFSET8, MT,
+    KIND: tl.constexpr, GATED: tl.constexpr, EMIT_HIGH: tl.constexpr, BIAS: tl.constexpr,
+    DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, HIGH: tl.constexpr,
+    R_BR: tl.constexpr, R_BC: tl.constexpr, R_E5: tl.constexpr, R_FLOOR: tl.constexpr, R_ALIGNED: tl.constexpr,
+    C_BR: tl.constexpr, C_BC: tl.constexpr, C_E5: tl.constexpr, C_FLOOR: tl.constexpr, C_ALIGNED: tl.constexpr,
+    A_BR: tl.constexpr, A_BC: tl.constexpr, A_E5: tl.constexpr, A_FLOOR: tl.constexpr,
+    T_ALIGN: tl.constexpr, SWIZZLED: tl.constexpr, REPS: tl.constexpr,
+):  # fmt: skip
+    """One 128 x 128 tile. The gradient of `inner` goes to (M, 8 * OUT8) outputs at column 0, that of `up` to outputs of
+    the same width at column 8 * UP_OFFSET8: the second half of the same matrix, or the start of another.
+    `partial` is (strips, [sums of inner K | sums of up K])."""
+    K2 = K8 * 4
+    chunks = tl.cdiv(K8, 16)
+    strip = tl.program_id(0) // chunks
+    row0 = strip.to(tl.int64) * 128
+    col0 = (tl.program_id(0) % chunks) * 128
+    up0 = col0 + UP_OFFSET8 * 8
+    r0, r1, r2, r3 = row_index(0, REPS), row_index(1, REPS), row_index(2, REPS), row_index(3, REPS)
+    LDG2 = LDG8 * 4
+    LDU2 = LDU8 * 4
+    LDX2 = LDX8 * 4
+    OUT2 = OUT8 * 4
+    x0, u0, y0 = gradients(
+        g_ptr, up_ptr, x_ptr, r0, row0, col0, M, K2, LDG2, LDU2, LDX2, KIND, GATED, DTYPE, G_DTYPE, HIGH
+    )
+    x1, u1, y1 = gradients(
+        g_ptr, up_ptr, x_ptr, r1, row0, col0, M, K2, LDG2, LDU2, LDX2, KIND, GATED, DTYPE, G_DTYPE, HIGH
+    )
+    x2, u2, y2 = gradients(
+        g_ptr, up_ptr, x_ptr, r2, row0, col0, M, K2, LDG2, LDU2, LDX2, KIND, GATED, DTYPE, G_DTYPE, HIGH
+    )
+    x3, u3, y3 = gradients(
+        g_ptr, up_ptr, x_ptr, r3, row0, col0, M, K2, LDG2, LDU2, LDX2, KIND, GATED, DTYPE, G_DTYPE, HIGH
+    )
+    if A_BR > 0:
+        emit_columns(
+            y0, y1, y2, y3, row0, col0, K2, MT, at_ptr, ast_ptr, HIGH,
+            A_BR, A_BC, A_E5, A_FLOOR, C_ALIGNED, T_ALIGN, SWIZZLED, REPS,
+        )  # fmt: skip
+    line = partial_ptr + strip.to(tl.int64) * (K8 * 8 * (1 + GATED))
+    if EMIT_HIGH:
+        store_rows_until(x0, r0, row0, col0, M, OUT2, K2, dx_ptr)
+        store_rows_until(x1, r1, row0, col0, M, OUT2, K2, dx_ptr)
+        store_rows_until(x2, r2, row0, col0, M, OUT2, K2, dx_ptr)
+        store_rows_until(x3, r3, row0, col0, M, OUT2, K2, dx_ptr)
+    if BIAS:
+        sum_tokens(x0, x1, x2, x3, line, col0, K8 * 8, DTYPE)
+    emit_tile(
+        x0, x1, x2, x3, row0, col0, M, OUT2, MT, q_ptr, s_ptr, qt_ptr, st_ptr, DTYPE,
+        R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN, SWIZZLED, REPS,
+    )  # fmt: skip
+    if GATED:
+        if EMIT_HIGH:
+            store_rows_until(u0, r0, row0, up0, M, OUT2, K2 + UP_OFFSET8 * 4, dup_ptr)
+            store_rows_until(u1, r1, row0, up0, M, OUT2, K2 + UP_OFFSET8 * 4, dup_ptr)
+            store_rows_until(u2, r2, row0, up0, M, OUT2, K2 + UP_OFFSET8 * 4, dup_ptr)
+            store_rows_until(u3, r3, row0, up0, M, OUT2, K2 + UP_OFFSET8 * 4, dup_ptr)
+        if BIAS:
+            sum_tokens(u0, u1, u2, u3, line + K8 * 8, col0, K8 * 8, DTYPE)
+        emit_tile(
+            u0, u1, u2, u3, row0, up0, M, OUT2, MT, uq_ptr, us_ptr, uqt_ptr, ust_ptr, DTYPE,
+            R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN, SWIZZLED, REPS,
+        )  # fmt: skip
+
+
+def activation_quantize(
+    x: Tensor,
+    gate: Tensor | None,
+    kind: str,
+    out_dtype: torch.dtype,
+    rowwise: QuantSpec | None,
+    colwise: QuantSpec | None,
+    emit_high: bool,
+    *,
+    seed: Tensor | None = None,
+    stream: int = 0,
+    swizzled: bool = False,
+    pad_tokens: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`reference_ops.activation_quantize` on the GPU.
+
+    K must be a multiple of 32. A spec with stochastic rounding or a Hadamard transform takes a second launch on
+    the stored y. `pad_tokens` as in `quantize_both`.
+    """
+    up, inner, act_kind = split_operands("activation_quantize", x, gate, kind)
+    launch.check_features("activation_quantize", inner.shape[1])
+    now_row, now_col, later_row, later_col = launch.split_specs(rowwise, colwise)
+    late = later_row is not None or later_col is not None
+    rows, cols = inner.shape
+    high = emit_high or late
+    y = torch.empty(rows, cols, dtype=out_dtype, device=x.device) if high else empty(x, out_dtype)
+    plan = plan_emission(x, rows, cols, now_row, now_col, swizzled=swizzled, pad_tokens=pad_tokens)
+    if rows and cols and (high or plan.any):
+        inner = dense_rows(inner)
+        other = inner if up is None else dense_rows(up)
+        common: dict[str, Any] = dict(
+            KIND=act_kind, GATED=up is not None, EMIT_HIGH=high, DTYPE=DTYPES[x.dtype], HIGH=DTYPES[out_dtype]
+        )
+        strides = (other.stride(0) // 8, inner.stride(0) // 8)
+        if plan.rows_alone:
+            row = launch.activation_row_config(cols)
+            visited = -(-rows // 128) * 128 if swizzled and plan.any else rows
+            activation_rows_kernel[(-(-visited // row.rows) * -(-cols // row.cols),)](
+                words(other), words(inner), words(y), *plan.pointers[:2], rows, cols // 8, *strides, **common,
+                **{k: plan.flags[k] for k in ("R_BR", "R_BC", "R_E5", "R_FLOOR", "R_ALIGNED", "SWIZZLED")},
+                R=row.rows, C=row.cols, num_warps=row.warps, enable_fp_fusion=False,
+            )  # fmt: skip
+        else:
+            tile = launch.activation_tile_config()
+            activation_tile_kernel[(-(-rows // 128) * -(-cols // 128),)](
+                words(other), words(inner), words(y), *plan.pointers, rows, cols // 8, *strides, plan.stride_t,
+                **common, **plan.flags, REPS=tile.reps(x.element_size()),
+                num_warps=tile.warps, enable_fp_fusion=False, **tile.options,
+            )  # fmt: skip
+    outputs = list(plan.outputs)
+    if late:
+        later = quantize_both(y, later_row, later_col, seed, stream, swizzled=swizzled, pad_tokens=pad_tokens)
+        outputs = [b if a.numel() == 0 else a for a, b in zip(outputs, later)]
+    return y if emit_high else empty(x, out_dtype), outputs[0], outputs[1], outputs[2], outputs[3]
+
+
+def activation_backward(
+    grad_y: Tensor,
+    x: Tensor,
+    gate: Tensor | None,
+    kind: str,
+    rowwise: QuantSpec | None,
+    colwise: QuantSpec | None,
+    want_bias_grad: bool,
+    act_colwise: QuantSpec | None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    emit_high: bool = True,
+    seed: Tensor | None = None,
+    stream: int = 0,
+    swizzled: bool = False,
+    pad_tokens: int = 1,
+) -> tuple[Tensor, ...]:
+    """`reference_ops.activation_backward` on the GPU: the same tuple of 14.
+
+    K must be a multiple of 32. Specs with stochastic rounding or a Hadamard transform take further launches, and so
+    does a packed input whose halves are not multiples of 128 features, where a tile would span both.
+    """
+    up, inner, act_kind = split_operands("activation_backward", x, gate, kind)
+    launch.check_features("activation_backward", inner.shape[1])
+    check_same("activation_backward", "grad_y", grad_y, inner, dtype=False)
+    rows, cols = inner.shape
+    packed = up is not None and gate is None
+    fused = launch.one_pass(rowwise) and launch.one_pass(colwise) and not (packed and cols % 128)
+    now = (rowwise, colwise) if fused else (None, None)
+    act_now = act_colwise if launch.one_pass(act_colwise) else None
+    high = emit_high or not fused
+    layout: dict[str, Any] = dict(swizzled=swizzled, pad_tokens=pad_tokens)
+    width = 2 * cols if packed else cols
+    plan = plan_emission(x, rows, width, *now, **layout)
+    up_plan = plan_emission(x, rows, cols, *(now if gate is not None else (None, None)), **layout)
+    act_plan = plan_emission(x, rows, cols, None, act_now, **layout)
+    dinner = torch.empty(rows, width, dtype=x.dtype, device=x.device) if high else empty(x, x.dtype)
+    dup = torch.empty_like(dinner) if gate is not None and high else empty(x, x.dtype)
+    sums = cols * (2 if up is not None else 1) if want_bias_grad else 0
+    totals = torch.zeros(sums, dtype=torch.float32, device=x.device) if rows == 0 else empty(x, torch.float32)
+    if rows and cols:
+        totals = _launch_backward(
+            grad_y, up, inner, act_kind, packed, dinner, dup, high, sums, plan, up_plan, act_plan,
+            DTYPES[out_dtype or x.dtype],
+        )  # fmt: skip
+    quantized, up_quantized, act_quantized = plan.outputs, up_plan.outputs, act_plan.outputs[2:]
+    if not fused:
+        quantized = quantize_both(dinner, rowwise, colwise, seed, stream, **layout)
+        if gate is not None:
+            up_quantized = quantize_both(dup, rowwise, colwise, seed, stream, **layout)
+    if act_now is not act_colwise:
+        act_quantized = activation_quantize(
+            x, gate, kind, out_dtype or x.dtype, None, act_colwise, False, seed=seed, stream=stream, **layout
+        )[3:]
+    none, none16 = empty(x, torch.float32), empty(x, x.dtype)
+    highs = (dinner, dup) if emit_high else (none16, none16)
+    if gate is None:
+        return *highs, totals, none, *quantized, *up_quantized, *act_quantized
+    biases = (totals[cols:], totals[:cols]) if want_bias_grad else (none, none)
+    return highs[1], highs[0], *biases, *up_quantized, *quantized, *act_quantized
+
+
+def _launch_backward(
+    grad_y: Tensor, up: Tensor | None, inner: Tensor, act_kind: str, packed: bool, dinner: Tensor, dup: Tensor,
+    high: bool, sums: int, plan: launch.Emission, up_plan: launch.Emission, act_plan: launch.Emission, out: Any,
+) -> Tensor:  # fmt: skip
+    rows, cols = inner.shape
+    grad_y, inner = dense_rows(grad_y), dense_rows(inner)
+    other = inner if up is None else dense_rows(up)
+    partial = torch.empty(-(-rows // 128), sums, dtype=torch.float32, device=inner.device)
+    tile = launch.activation_backward_config(up is not None)
+    act_flags = {f"A_{name}": act_plan.flags[f"C_{name}"] for name in ("BR", "BC", "E5", "FLOOR")}
+    activation_backward_kernel[(-(-rows // 128) * -(-cols // 128),)](
+        words(grad_y), words(other), words(inner), words(dinner), words(dinner if packed else dup), partial,
+        *plan.pointers, *(plan if packed else up_plan).pointers, *act_plan.pointers[2:],
+        rows, cols // 8, grad_y.stride(0) // 8, other.stride(0) // 8, inner.stride(0) // 8,
+        plan.columns // 8, cols // 8 if packed else 0, plan.stride_t,
+        KIND=act_kind, GATED=up is not None, EMIT_HIGH=high, BIAS=sums > 0,
+        DTYPE=DTYPES[inner.dtype], G_DTYPE=DTYPES[grad_y.dtype], HIGH=out, **plan.flags, **act_flags,
+        REPS=tile.reps(inner.element_size()), num_warps=tile.warps, enable_fp_fusion=False, **tile.options,
+    )  # fmt: skip
+    return sum_strips(partial)
