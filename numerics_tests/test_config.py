@@ -188,6 +188,12 @@ def test_specs_round_trip_as_text_and_as_mappings(tile: tuple[int, int]) -> None
         assert QuantSpec.from_dict(yaml.safe_load(yaml.safe_dump(spec.to_dict()))) == spec
 
 
+def test_square_means_square() -> None:
+    """A tile of several rows that is not square cannot serve both contractions, and may carry a rotation."""
+    assert [QuantSpec(tile=tile).is_square for tile in TILES] == [False, True, False, False, True]
+    assert QuantSpec(tile=(32, 128), hadamard=32).short == "32x128 h32"
+
+
 def test_overrides_files(tmp_path: Path) -> None:
     path = tmp_path / "o.yaml"
     path.write_text("heads.0: bf16\n're:tower.*': {wgrad: bf16}\n")

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from mxfp8_recipe import load_recipe, recipe_names
@@ -71,6 +72,58 @@ def test_each_gemm_on_its_own(quantized: tuple[bool, ...]) -> None:
     precision = LinearPrecision(**chosen)
     plain, ours = make(precision)
     check_against_oracle(plain, ours, torch.randn(70, 96), torch.randn(70, 64), precision)
+
+
+UNUSUAL = {
+    "32x128 everywhere": ({"tile": "32x128"},) * 3,
+    "128x128 activations": ({"tile": "128x128"}, {}, {"tile": "128x128"}),
+    "e5m2 gradients": ({}, {"tile": "32x32"}, {"elem": "e5m2"}),
+    "everything stochastic": ({"rounding": "stochastic"},) * 3,
+    "everything rotated": ({"hadamard": 64, "tile": "1x128"},) * 3,
+    "square and stochastic": ({"tile": "32x32", "rounding": "stochastic"},) * 3,
+}
+"""Specs of input, weight and grad_output."""
+
+
+@pytest.mark.parametrize("specs", UNUSUAL.values(), ids=UNUSUAL.keys())
+def test_specs_no_shipped_recipe_has(specs: tuple[dict, dict, dict]) -> None:
+    by_operand = dict(zip(("input", "weight", "grad_output"), specs))
+    precision = LinearPrecision.model_validate(
+        {name: {operand: by_operand[operand] for operand in type(gemm).model_fields} for name, gemm in GEMMS.items()}
+    )
+    plain, ours = make(precision, k=160)
+    check_against_oracle(plain, ours, torch.randn(140, 160), torch.randn(140, 64), precision)
+
+
+class Quantizations(TorchDispatchMode):
+    """Counts the orientations quantized, however the calls are grouped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.mxfp8_recipe.quantize.default:
+            self.count += sum(bool(spec) for spec in args[1:3])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "both", "input_alone", "weight_alone"), [("mxfp8", 6, 4, 4), ("mxfp8_square_activations", 3, 3, 3)]
+)
+def test_nothing_is_quantized_in_vain(recipe: str, both: int, input_alone: int, weight_alone: int) -> None:
+    """One quantization per operand and contraction that some GEMM reads; one per operand where tiles are square."""
+    plain, ours = make(recipe)
+    counts = []
+    for needs_input, needs_weight in ((True, True), (True, False), (False, True)):
+        plain.weight.requires_grad_(needs_weight)
+        with Quantizations() as quantizations:
+            ours(torch.randn(40, 96, requires_grad=needs_input)).sum().backward()
+        counts.append(quantizations.count)
+    assert counts == [both, input_alone, weight_alone]
+    with torch.no_grad(), Quantizations() as quantizations:
+        ours(torch.randn(40, 96))
+    assert quantizations.count == 2
 
 
 @pytest.mark.parametrize("tokens", [1, 31, 33, 128])
