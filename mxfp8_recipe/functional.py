@@ -20,14 +20,11 @@ from .autograd import (
     AttentionConfig,
     LinearConfig,
     MXFP8LinearFunction,
-    HeadsSpec,
     NormConfig,
     NormFunction,
-    ProjectionFunction,
     attention,
 )
 from .fused.spec import BLOCK
-from .mx_heads import AttentionOutput, Heads
 from .mx_tensor import Edge, MXTensor, Pending, Traveling
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -70,51 +67,6 @@ def mxfp8_linear(
     assert isinstance(input, Tensor)
     nothing = (None, None, None, None)
     return _apply(MXFP8LinearFunction, input.to(dtype), *nothing, weight, bias, seed, config)
-
-
-def mxfp8_projection(
-    input: Tensor | Traveling, weight: Tensor, bias: Tensor | None, *, config: LinearConfig, parts: tuple[HeadsSpec, ...],
-    edge: Edge,
-) -> tuple[Heads, ...] | None:
-    """`mxfp8_linear` whose output goes into attention: each part of it in MXFP8, split into heads.
-
-    Args:
-        input, weight, bias, config: as for `mxfp8_linear`, the input (B, L, in_features).
-        parts: the parts of out_features, in order, such as query, key and value.
-
-    Returns:
-        One `Heads` (B, L, H * D) for each part, or None where the output has to exist in high precision.
-    """
-    dtype = compute_dtype(input)
-    if not edge.fused or input.dim() != 3 or config.stochastic or input.dtype != dtype:
-        return None
-    _check_linear(input, weight, bias, dtype)
-    weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-    given: tuple[Tensor | None, ...] = (None, None, None, None)
-    carrier = input
-    if isinstance(input, MXTensor) and _fits(input, dtype, config, weight):
-        carrier, given = input.carrier, (input.qdata, input.scale, input.qdata_t, input.scale_t)
-    elif isinstance(input, Traveling):
-        return None
-    emitted = parts if torch.is_grad_enabled() else tuple(_forward_only(part) for part in parts)
-    outputs = _apply(ProjectionFunction, carrier, *given, weight, bias, None, config, emitted)
-    heads, start = [], 0
-    for i, part in enumerate(emitted):
-        rows = slice(start, start := start + part.features)
-        again = partial(_projection_high, input, weight[rows], None if bias is None else bias[rows], config)
-        one, shape = outputs[5 * i : 5 * i + 5], (*input.shape[:2], part.features)
-        size = (shape[0], part.features // part.head_dim, shape[1], part.head_dim)
-        heads.append(Heads(one[0], tuple(one[1:]), size, part.rowwise, part.colwise, again, edge))
-    return tuple(heads)
-
-
-def _forward_only(part: HeadsSpec) -> HeadsSpec:
-    """What attention's forward alone reads: query and key along the head dim, value along the sequence."""
-    return part
-
-
-def _projection_high(input: Tensor | Traveling, weight: Tensor, bias: Tensor | None, config: LinearConfig) -> Tensor:
-    return mxfp8_linear(input, weight, bias, config=config)
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -218,7 +170,6 @@ def mxfp8_attention(
     *,
     config: AttentionConfig,
     need_weights: bool = False,
-    edge: Edge | None = None,
 ) -> Any:
     """`F.scaled_dot_product_attention`, each GEMM, forward and backward, in the precision `config` gives it.
 
@@ -232,7 +183,6 @@ def mxfp8_attention(
         enable_gqa: key and value may have fewer heads; head h reads theirs number h // (H / their count).
         config: `AttentionConfig.of(AttentionPrecision(...))`.
         need_weights: also return the weights, (..., H, Lq, Lk), dropout applied.
-        edge: the fused edge to the layer that multiplies the output, or None.
 
     Returns:
         (..., H, Lq, E) in the compute dtype. A query that sees no key gets 0. Head dims that blocks of 32 do not
@@ -241,11 +191,6 @@ def mxfp8_attention(
     Raises:
         ValueError: shapes that do not fit; tiles of several tokens under a mask. TypeError: dtypes.
     """
-    options = {"scale": scale, "dropout_p": float(dropout_p)}
-    if attn_mask is None and not is_causal and not need_weights and not enable_gqa:
-        fused = _fused_attention(query, key, value, config, edge, options)
-        if fused is not None:
-            return fused
     q, k, v = (x.high("attention") if isinstance(x, Traveling) else x for x in (query, key, value))
     problem = "every GEMM is BF16" if config.is_high else _attention_problem(q, k, v)
     if problem and not need_weights:
@@ -261,41 +206,6 @@ def mxfp8_attention(
         q.to(dtype), k.to(dtype), v.to(dtype), attn_mask, seed, config,
         scale=scale, causal=is_causal, dropout_p=float(dropout_p), enable_gqa=enable_gqa, emit_probs=need_weights,
     )  # fmt: skip
-
-
-def _fused_attention(
-    query: Any, key: Any, value: Any, config: AttentionConfig, edge: Edge | None, options: dict[str, Any]
-) -> Any:
-    """Attention of three `Heads`, or to a fused edge, or both; None where it is neither."""
-    inputs = (query, key, value)
-    arrives = config.takes_heads and all(
-        isinstance(x, Heads) and x.is_turned and (x.rowwise, x.colwise) == specs
-        for x, specs in zip(inputs, config.input_specs)
-    )
-    emits = edge is not None and edge.fused and edge.emit is not None and query.dim() == 4
-    if not arrives and not emits:
-        return None
-    given: tuple[Tensor, ...] = ()
-    if arrives:
-        given = tuple(part for x in inputs for part in x.parts)
-        inputs = tuple(x.carrier for x in inputs)
-    else:
-        inputs = tuple(x.high("attention") if isinstance(x, Traveling) else x for x in inputs)
-        dtype = compute_dtype(inputs[0])
-        if config.is_high or _attention_problem(*inputs) or len({x.shape[:2] for x in inputs}) > 1:
-            return None
-        inputs = tuple(x.to(dtype) for x in inputs)
-    seed = draw_seed(query.device) if options["dropout_p"] > 0 or config.stochastic else None
-    run = partial(attention, *inputs, None, seed, config, given=given, **options)
-    if not emits:
-        return run()
-    assert edge is not None
-    assert edge.emit is not None
-    row, col = edge.emit if torch.is_grad_enabled() else (edge.emit[0], "")
-    carrier, *parts = run(emit=(row, col))
-    merged = MXTensor(carrier, *parts, row, col, carrier.dtype, False, run, edge)
-    batch, heads, length, dim = carrier.shape
-    return AttentionOutput(carrier, merged, (batch, heads, length, dim), run, edge)
 
 
 def _attention_problem(query: Tensor, key: Tensor, value: Tensor) -> str:
