@@ -106,8 +106,6 @@ def test_a_swapped_ctr_model_is_one_graph_with_the_bits_of_eager(name: str) -> N
     spec = FeatureSpec(num_dense=5, cardinalities=(40, 7), history_field=0, max_history=6, tasks=("ctr", "cvr"))
     model = build_model(name, spec)
     plain = copy.deepcopy(model)
-    apply_recipe(model)
-    twin = copy.deepcopy(model)
     lengths = torch.tensor([3, 0, 6, 1, 2])
     labels = torch.randint(0, 2, (5, 2)).float()
     batch = Batch(
@@ -118,6 +116,8 @@ def test_a_swapped_ctr_model_is_one_graph_with_the_bits_of_eager(name: str) -> N
         history=torch.randint(1, 40, (12,)),
         history_offsets=torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))),
     )
+    apply_recipe(model, example_inputs=(batch,))
+    twin = copy.deepcopy(model)
     compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
     outputs = []
     for module in (model, compiled):
