@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -140,7 +141,8 @@ def environment() -> dict[str, Any]:
     root = Path(__file__).parent
     command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
-    return {"cpu": cpu_name(), "torch": torch.__version__, "commit": commit}
+    load = round(os.getloadavg()[0], 1)  # what else was running: above 1, read the ratios with care
+    return {"cpu": cpu_name(), "load": load, "torch": torch.__version__, "commit": commit}
 
 
 def cpu_name() -> str:

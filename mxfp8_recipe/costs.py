@@ -14,8 +14,8 @@ from .config import BF16, LinearPrecision
 DEFAULT_TOKENS = 4096
 """Tokens assumed for a layer no forward was recorded for."""
 
-_REFERENCE_FLOPS = 170e9
-_REFERENCE_QUANTIZE = 0.35e9
+_REFERENCE_FLOPS = 160e9
+_REFERENCE_QUANTIZE = 0.3e9
 
 
 @dataclass(frozen=True)
