@@ -42,7 +42,8 @@ def probe_transposed_linear(module: nn.Module) -> bool:
     weight, bias = stand_in._parameters["weight"], stand_in._parameters.get("bias")
     assert weight is not None
     x = _random(_ROWS, weight.shape[0])
-    expected = x @ weight
+    with torch.autocast("cpu", enabled=False):
+        expected = x @ weight
     return _close(_run(stand_in, x), expected if bias is None else expected + bias)
 
 
@@ -55,7 +56,7 @@ def probe_norm(module: nn.Module) -> FoundNorm | None:
     orders = [(names[0], None)] if len(names) == 1 else [(names[0], names[1]), (names[1], names[0])]
     features = stand_in._parameters[names[0]].shape[0]  # pyright: ignore[reportOptionalMemberAccess]
     # Rows of very different size: the smallest ones tell eps apart.
-    x = _random(6, features) * torch.tensor([[1.0], [1e-1], [1e-2], [1e-3], [3e-4], [1e2]]) + 0.25 * 1e-3
+    x = _random(6, features) * _column(1.0, 1e-1, 1e-2, 1e-3, 3e-4, 1e2) + 0.25 * 1e-3
     out = _run(stand_in, x)
     if not isinstance(out, Tensor) or out.shape != x.shape:
         return None
@@ -65,6 +66,8 @@ def probe_norm(module: nn.Module) -> FoundNorm | None:
             for offset in (0.0, 1.0):
                 for eps in eps_choices:
                     if _close(out, _norm(stand_in, x, kind, weight, bias, offset, eps)):
+                        if not _same_in_3d(stand_in, x, out):
+                            return None
                         half = _run(stand_in, x.bfloat16())
                         promotes = isinstance(half, Tensor) and half.dtype == torch.float32
                         return FoundNorm(kind, eps, weight, bias, offset, promotes)
@@ -73,9 +76,11 @@ def probe_norm(module: nn.Module) -> FoundNorm | None:
 
 def probe_activation(module: nn.Module) -> tuple[str, str] | None:
     """`(kind, packed)` of the activation `module` computes: `packed` is which half a gated one activates."""
-    x = torch.linspace(-6.0, 6.0, 4 * 64).reshape(4, 64)[:, torch.randperm(64, generator=_generator())]
-    out = _run(_stand_in(module), x.clone())
-    if not isinstance(out, Tensor):
+    values = torch.linspace(-6.0, 6.0, 4 * 64, dtype=torch.float32, device="cpu")
+    x = values.reshape(4, 64)[:, torch.randperm(64, generator=_generator(), device="cpu")]
+    stand_in = _stand_in(module)
+    out = _run(stand_in, x.clone())
+    if not isinstance(out, Tensor) or not _same_in_3d(stand_in, x, out):
         return None
     if out.shape == x.shape:
         return next(((kind, "") for kind in PLAIN_KINDS if _close(out, _activation(x, None, kind))), None)
@@ -105,7 +110,7 @@ def _stand_in(module: nn.Module) -> nn.Module | None:
     stand_in = copy.copy(module)
     generator = _generator()
     stand_in._parameters = {
-        name: None if p is None else nn.Parameter(torch.randn(p.shape, generator=generator), requires_grad=False)
+        name: None if p is None else nn.Parameter(_random(*p.shape, generator=generator), requires_grad=False)
         for name, p in module._parameters.items()
     }
     stand_in._buffers = {name: None if b is None else b.clone() for name, b in module._buffers.items()}
@@ -124,6 +129,12 @@ def _run(module: nn.Module | None, x: Tensor) -> object:
             return None
 
 
+def _same_in_3d(module: nn.Module | None, x: Tensor, out: Tensor) -> bool:
+    """Whether rows in a batch of sequences give what they give alone; a module that refuses those never sees them."""
+    wide = None if module is None else _run(module, x.clone().reshape(2, -1, x.shape[-1]))
+    return wide is None or _close(wide, out.reshape(2, -1, out.shape[-1]))
+
+
 def _close(out: object, expected: Tensor) -> bool:
     if not isinstance(out, Tensor) or out.shape != expected.shape or out.dtype != expected.dtype:
         return False
@@ -134,9 +145,13 @@ def _small_floats(module: nn.Module) -> list[float]:
     return [v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 0.1]
 
 
+def _column(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device="cpu")[:, None]
+
+
 def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def _random(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=_generator())
+def _random(*shape: int, generator: torch.Generator | None = None) -> Tensor:
+    return torch.randn(shape, generator=generator or _generator(), dtype=torch.float32, device="cpu")

@@ -64,7 +64,7 @@ def recognize(module: nn.Module, parent: nn.Module | None, cache: dict[object, A
     if isinstance(module, nn.Linear):
         return None if isinstance(parent, nn.MultiheadAttention) else _recognize_linear(module)
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        return _recognize_torch_norm(module)
+        return _recognize_torch_norm(module, cache)
     if isinstance(module, _OTHER_NORMS):
         return Candidate("norm", reason=f"{type(module).__name__} does not normalize over a token's features")
     if isinstance(module, nn.ReLU | nn.SiLU | nn.GELU):
@@ -141,16 +141,20 @@ def _recognize_linear(module: nn.Linear) -> Candidate:
     return Candidate("linear", module.in_features, module.out_features, None if reason else MXFP8Linear, reason)
 
 
-def _recognize_torch_norm(module: nn.LayerNorm | nn.RMSNorm) -> Candidate:
+def _recognize_torch_norm(module: nn.LayerNorm | nn.RMSNorm, cache: dict[object, Any]) -> Candidate:
     known: type[nn.Module] = nn.LayerNorm if isinstance(module, nn.LayerNorm) else nn.RMSNorm
     features = module.normalized_shape[-1]
     reason = _forward_problem(module, known)
+    if reason and not module._modules and not module._buffers:
+        found = _recognize_by_behavior(module, cache)  # a forward of its own may compute the same
+        if found is not None and found.kind == "norm":
+            return found
     if not reason and len(module.normalized_shape) > 1:
         reason = f"normalizes over {tuple(module.normalized_shape)}, not over one dim of features"
     reason = reason or (_weight_problem(module.weight) if module.weight is not None else "")
     reason = reason or _alignment_problem(features, features, "normalized features")
-    # torch documents eps=None of RMSNorm as the machine epsilon of the input's dtype.
-    eps = torch.finfo(_dtype_of(module)).eps if module.eps is None else module.eps
+    # eps=None of RMSNorm is the machine epsilon of the dtype torch computes in, which is fp32 for half inputs too.
+    eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps
     has_bias = getattr(module, "bias", None) is not None
     config = NormModuleConfig(
         norm=NormConfig("layer" if known is nn.LayerNorm else "rms", eps),
@@ -158,10 +162,6 @@ def _recognize_torch_norm(module: nn.LayerNorm | nn.RMSNorm) -> Candidate:
         bias="bias" if has_bias else None,
     )
     return Candidate("norm", features, features, None if reason else MXFP8Norm, reason, config)
-
-
-def _dtype_of(module: nn.LayerNorm | nn.RMSNorm) -> torch.dtype:
-    return module.weight.dtype if module.weight is not None else torch.get_default_dtype()
 
 
 def _recognize_torch_activation(module: nn.ReLU | nn.SiLU | nn.GELU) -> Candidate:

@@ -45,11 +45,12 @@ class MXFP8Norm(nn.Module):
     def forward(self, input: Tensor) -> Any:
         config = self.mxfp8_config
         weight = getattr(self, config.weight) if config.weight else None
-        if weight is not None and config.weight_offset:
-            weight = weight + config.weight_offset
         bias = getattr(self, config.bias) if config.bias else None
+        dtype = _dtype(input, weight, config)
+        if weight is not None and config.weight_offset:
+            weight = weight.float() + config.weight_offset  # near 1, half precision would lose the stored digits
         edge: Edge | None = self.__dict__.get("mxfp8_edge")
-        return mxfp8_norm(input, weight, bias, config=config.norm, dtype=_dtype(input, weight, config), edge=edge)
+        return mxfp8_norm(input, weight, bias, config=config.norm, dtype=dtype, edge=edge)
 
     def extra_repr(self) -> str:
         own = self.original_class.extra_repr(self)
