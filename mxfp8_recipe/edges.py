@@ -26,10 +26,13 @@ class EdgePlan:
 
     Attributes:
         kind: `norm` (emits qdata), `activation` (an activation module left pending), `gated` (the same, times
-            another tensor), `function` (a linear whose output an activation function in a parent's forward reads).
+            another tensor), `function` (a linear whose output an activation function in a parent's forward reads),
+            `projection` (a linear that emits heads for attention), `attention` (attention that emits the input of
+            the projection after it).
         producer, consumers: FQNs.
         fused: whether the value travels quantized or pending. reason: why not.
-        rowwise, colwise: encoded specs a norm emits. emit_high: it emits the value itself too.
+        rowwise, colwise: encoded specs the producer emits. emit_high: it emits the value itself too.
+        head_dim: features of a head, for a projection.
     """
 
     kind: str
@@ -40,6 +43,7 @@ class EdgePlan:
     rowwise: str = ""
     colwise: str = ""
     emit_high: bool = False
+    head_dim: int = 0
 
     def __str__(self) -> str:
         if not self.fused:
@@ -83,10 +87,19 @@ class EdgeFinder:
         self.recording, self.consumers, self.modules = recording, consumers, modules
         self.change_rounding = change_rounding
         self._names = {module: name for name, module in modules.items()}
-        self._readers: dict[int, list[Node]] = {}
+        self._by_value: dict[int, list[Node]] = {}
+        self._makers = {value: node for node in recording.nodes for value in node.outputs}
         for node in recording.nodes:
             for value in dict.fromkeys(node.inputs):
-                self._readers.setdefault(value, []).append(node)
+                self._by_value.setdefault(value, []).append(node)
+
+    def readers(self, value: int) -> list[Node]:
+        """Every call that reads a value."""
+        return self._by_value.get(value, [])
+
+    def maker(self, value: int) -> Node | None:
+        """The call that made a value."""
+        return self._makers.get(value)
 
     def norm(self, name: str) -> EdgePlan:
         """The edge from a norm to the layers that multiply it."""
@@ -110,7 +123,7 @@ class EdgeFinder:
         calls = self.recording.calls(name)
         plans = set()
         for call in calls:
-            readers = self._readers.get(call.outputs[0], []) if len(call.outputs) == 1 else []
+            readers = self._by_value.get(call.outputs[0], []) if len(call.outputs) == 1 else []
             if len(readers) != 1 or readers[0].kind != "function" or readers[0].name not in _ACTIVATIONS | {"chunk"}:
                 return None
             plans.add(self._pending_call("function", name, call, call.outputs))
@@ -120,7 +133,7 @@ class EdgeFinder:
         return plan if plan.fused or self._reaches_activation(calls[0]) else None
 
     def _reaches_activation(self, call: Node) -> bool:
-        reader = self._readers[call.outputs[0]][0]
+        reader = self._by_value[call.outputs[0]][0]
         return reader.name != "chunk"
 
     def _norm_call(self, name: str, call: Node) -> EdgePlan:
@@ -128,14 +141,14 @@ class EdgeFinder:
             return EdgePlan(kind="norm", producer=name, **fields)
 
         value = call.outputs[0]
-        readers = self._readers.get(value, [])
+        readers = self._by_value.get(value, [])
         consumers = [reader for reader in readers if self._multiplies(reader, value)]
         others = [reader for reader in readers if reader not in consumers]
         if not consumers:
             return plan(reason=f"read by {_describe(others)}, none of them an MXFP8 layer")
         if value in self.recording.overwritten:
             return plan(reason="its output is overwritten in place")
-        obstacle = next(filter(None, (self._obstacle(call, reader) for reader in readers)), "")
+        obstacle = next(filter(None, (self.obstacle(call, reader) for reader in readers)), "")
         if obstacle:
             return plan(reason=obstacle)
         names = tuple(dict.fromkeys(reader.name for reader in consumers))
@@ -158,11 +171,11 @@ class EdgeFinder:
         while True:
             if value in self.recording.overwritten:
                 return refused("its output is overwritten in place")
-            readers = self._readers.get(value, [])
+            readers = self._by_value.get(value, [])
             if len(readers) != 1:
                 return refused(f"read by {_describe(readers)}, not by one MXFP8 linear")
             reader = readers[0]
-            obstacle = self._obstacle(call, reader)
+            obstacle = self.obstacle(call, reader)
             if obstacle:
                 return refused(obstacle)
             if self._multiplies(reader, value, pending=True):
@@ -188,7 +201,7 @@ class EdgeFinder:
         if reader.name in _ACTIVATIONS and len(reader.outputs) == 1:
             return reader.outputs[0] if not reader.options.get("inplace") else None
         if reader.name == "chunk" and len(reader.outputs) == 2:
-            halves = [self._readers.get(half, []) for half in reader.outputs]
+            halves = [self._by_value.get(half, []) for half in reader.outputs]
             for half, readers in zip(reader.outputs, halves):
                 if len(readers) == 1 and readers[0].name in _ACTIVATIONS:
                     return half
@@ -201,7 +214,7 @@ class EdgeFinder:
             return False
         return reader.inputs == (value,) or (consumer.several and not pending)
 
-    def _obstacle(self, producer: Node, reader: Node) -> str:
+    def obstacle(self, producer: Node, reader: Node) -> str:
         """Why a value may not travel quantized between two calls, or nothing."""
         if producer.grad_enabled != reader.grad_enabled:
             return "grad mode changes on the way (a reentrant checkpoint or no_grad region)"

@@ -19,8 +19,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .fused.spec import QuantSpec
-
 
 @dataclass
 class Edge:
@@ -32,6 +30,9 @@ class Edge:
         fused: whether it still travels; `unfuse` ends that for good.
         strict: raise instead of un-fusing.
         reason: why it was un-fused.
+        emit: specs a projection's or an attention's output is quantized with, along its features (of a head) and
+            along the tokens (the sequence); None for an edge on which nothing is emitted this way.
+        head_dim: features of a head, where heads matter.
     """
 
     producer: str
@@ -39,6 +40,8 @@ class Edge:
     fused: bool = True
     strict: bool = False
     reason: str = ""
+    emit: tuple[str, str] | None = None
+    head_dim: int = 0
 
     def unfuse(self, reader: str) -> None:
         """Record that `reader`, whom nobody planned for, read the value.
@@ -79,6 +82,10 @@ class Traveling:
         """`materialize`, for a reader nobody planned for."""
         self.edge.unfuse(reader)
         return self.materialize()
+
+    def after(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """This value after the torch function `name`, if it can travel on; else None."""
+        return None
 
     @property
     def shape(self) -> torch.Size:
@@ -184,11 +191,13 @@ class MXTensor(Traveling):
     def high(self, reader: str) -> Tensor:
         return self.carrier if self.has_high else super().high(reader)
 
+    def after(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        return _RESHAPES[name](self, *args, **kwargs) if name in _RESHAPES else None
+
     def reshaped(self, carrier: Tensor) -> MXTensor:
         return replace(self, carrier=carrier)
 
 
-_KINDS_AFTER = {"relu": {"square": "relu2"}}
 _GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
 
 
@@ -219,6 +228,14 @@ class Pending(Traveling):
     def high(self, reader: str) -> Tensor:
         return self.x if self.kind == "identity" else super().high(reader)
 
+    def after(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        if name in _RESHAPES:
+            return _RESHAPES[name](self, *args, **kwargs)
+        if name == "chunk":
+            return _chunk(self, *args, **kwargs)
+        kind = _activation_kind(name, args, kwargs)
+        return self.activated(kind) if kind else None
+
     def reshaped(self, x: Tensor) -> Pending | None:
         gate = None if self.gate is None else self.gate.reshape(x.shape)
         return replace(self, x=x, gate=gate)
@@ -244,28 +261,21 @@ class Pending(Traveling):
 def _continue(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """The value `func` gives if it can stay quantized or pending, else None."""
     name = getattr(func, "__name__", "")
-    first = args[0] if args else kwargs.get("input")
     if name in ("mul", "__mul__", "__rmul__") and len(args) == 2:
         return _product(*args)
+    first, rest = (args[0], args[1:]) if args else (kwargs.get("input"), ())
     if not isinstance(first, Traveling):
         return None
-    if name in _RESHAPES:
-        return _RESHAPES[name](first, *args[1:], **kwargs)
-    if not isinstance(first, Pending):
-        return None
-    if name == "chunk":
-        return _chunk(first, *args[1:], **kwargs)
-    kind = _activation_kind(name, args, kwargs)
-    return first.activated(kind) if kind else None
+    return first.after(name, rest, {key: value for key, value in kwargs.items() if value is not first})
 
 
 def _activation_kind(name: str, args: Any, kwargs: dict[str, Any]) -> str:
     if name in ("relu", "silu", "square"):
-        return "" if kwargs.get("inplace") else name
-    if name in ("pow", "__pow__") and len(args) == 2 and args[1] == 2:
+        return "" if kwargs.get("inplace") or True in args else name
+    if name in ("pow", "__pow__") and args == (2,):
         return "square"
     if name == "gelu":
-        approximate = kwargs.get("approximate", args[1] if len(args) > 1 else "none")
+        approximate = kwargs.get("approximate", args[0] if args else "none")
         return "gelu_tanh" if approximate == "tanh" else "gelu"
     return ""
 
@@ -341,17 +351,12 @@ def _method(name: str) -> Callable[..., Any]:
     return method
 
 
-_METHODS = ("view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "to", "chunk", "relu", "square", "pow")
+_METHODS = "view reshape flatten unflatten squeeze unsqueeze transpose permute contiguous to chunk relu square pow"
 _OPERATORS = (
     "mul rmul add radd sub rsub truediv rtruediv matmul rmatmul pow rpow neg getitem abs eq ne lt le gt ge iter "
     "iadd imul isub itruediv floordiv mod invert and or xor"
 )
-for _name in _METHODS:
+for _name in _METHODS.split():
     setattr(Traveling, _name, _method(_name))
 for _name in _OPERATORS.split():
     setattr(Traveling, f"__{_name}__", _method(f"__{_name}__"))
-
-
-def is_square(spec: str) -> bool:
-    """Whether an encoded spec has a square tile."""
-    return bool(spec) and QuantSpec.decode(spec).is_square

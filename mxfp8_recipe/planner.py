@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from . import backends
-from .autograd import LinearConfig
+from .attention_edges import attention_edges
+from .autograd import AttentionConfig, LinearConfig
 from .config import BF16, LinearPrecision, Override, Recipe
 from .costs import DEFAULT_TOKENS, Cost, linear_cost
 from .edges import Consumer, EdgeFinder, EdgePlan
@@ -80,6 +81,9 @@ def with_recording(plan: Plan, model: nn.Module, recording: Recording, source: s
     }
     finder = EdgeFinder(recording, consumers, modules, change_rounding=source == "example_inputs")
     edges = [edge for layer in plan.converted if (edge := _edge(finder, layer)) is not None]
+    for layer in plan.converted:
+        if layer.kind == "attention":
+            edges += attention_edges(finder, layer.fqn, AttentionConfig.of(layer.precision), modules[layer.fqn])
     layers = tuple(_with_tokens(layer, recording.tokens.get(layer.fqn, 0)) for layer in plan.layers)
     return replace(plan, layers=layers, edges=tuple(edges), recorded=source)
 

@@ -36,7 +36,7 @@ class Node:
         inputs: values read, in argument order. outputs: values made.
         options: a function's non-tensor arguments that matter to matching.
         grad_enabled: whether autograd was recording.
-        last_dims: last dim of each input.
+        last_dims: last dim of each input. shapes: of each output.
     """
 
     kind: str
@@ -47,6 +47,7 @@ class Node:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     grad_enabled: bool = True
     last_dims: tuple[int, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclasses.dataclass
@@ -121,9 +122,9 @@ class Recorder(TorchFunctionMode):
     def _add(self, kind: str, name: str, inputs: list[int], made: list[Tensor], options: dict[str, Any]) -> None:
         outputs = tuple(self.value_of(t) for t in made)
         last_dims = tuple(t.shape[-1] if t.dim() else 0 for t in (self._keep[value] for value in inputs))
-        self.recording.nodes.append(
-            Node(kind, name, tuple(self._path), tuple(inputs), outputs, options, torch.is_grad_enabled(), last_dims)
-        )
+        shapes = tuple(tuple(t.shape) for t in made)
+        facts = (options, torch.is_grad_enabled(), last_dims, shapes)
+        self.recording.nodes.append(Node(kind, name, tuple(self._path), tuple(inputs), outputs, *facts))
 
     def enter_module(self, module: nn.Module, piece: bool) -> None:
         self._path.append(module)

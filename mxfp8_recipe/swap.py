@@ -27,7 +27,7 @@ def carry_out(model: nn.Module, plan: Plan, strict: bool) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
     for layer in plan.converted:
         assert layer.implementation is not None
-        config = layer_config(layer)
+        config = layer_config(layer, plan)
         swap_class(modules[layer.fqn], layer.implementation, shared.setdefault(config, config))
     disable_fast_paths(model)
     model.__dict__[PLAN] = plan
@@ -42,12 +42,16 @@ def connect(model: nn.Module, plan: Plan, strict: bool) -> None:
     for layer in plan.converted:
         if layer.found_by_recording and not is_swapped(modules[layer.fqn]):
             assert layer.implementation is not None
-            swap_class(modules[layer.fqn], layer.implementation, layer_config(layer))
+            swap_class(modules[layer.fqn], layer.implementation, layer_config(layer, plan))
     for edge in plan.edges:
         if not edge.fused:
             continue
         module = modules[edge.producer]
-        module.__dict__[_EDGE] = Edge(edge.producer, edge.consumers, plan.recipe.fuse, strict)
+        if isinstance(module, nn.MultiheadAttention):
+            continue  # its edges are inside it
+        emit = (edge.rowwise, edge.colwise) if edge.kind in ("projection", "attention") else None
+        carrying = Edge(edge.producer, edge.consumers, plan.recipe.fuse, strict, emit=emit, head_dim=edge.head_dim)
+        module.__dict__[_EDGE] = carrying
         config: Any = module.mxfp8_config
         if isinstance(config, NormModuleConfig):
             norm = replace(config.norm, rowwise=edge.rowwise, colwise=edge.colwise, emit_high=edge.emit_high)
@@ -92,12 +96,12 @@ def drop_hook(hooks: dict[int, Any], function: Any) -> None:
         del hooks[key]
 
 
-def layer_config(layer: LayerPlan) -> Any:
+def layer_config(layer: LayerPlan, plan: Plan) -> Any:
     """What the module of a layer runs with."""
     if layer.kind == "linear":
         return LinearConfig.of(layer.precision)
     if layer.kind == "attention":
-        return AttentionConfig.of(layer.precision, layer.fqn)
+        return AttentionConfig.of(layer.precision, layer.fqn, fuse=plan.recipe.fuse)
     return layer.module_config
 
 

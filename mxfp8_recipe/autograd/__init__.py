@@ -4,15 +4,18 @@ from .activation import ActivationFunction, ActivationLinearFunction
 from .attention import AttentionConfig, MXFP8AttentionFunction, attention
 from .linear import LinearConfig, MXFP8LinearFunction
 from .norm import NormConfig, NormFunction
+from .projection import HeadsSpec, ProjectionFunction
 
 __all__ = [
     "ActivationFunction",
     "ActivationLinearFunction",
     "AttentionConfig",
+    "HeadsSpec",
     "LinearConfig",
     "MXFP8AttentionFunction",
     "MXFP8LinearFunction",
     "NormConfig",
     "NormFunction",
+    "ProjectionFunction",
     "attention",
 ]

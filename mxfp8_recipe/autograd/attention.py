@@ -29,7 +29,7 @@ from ..config import AttentionPrecision, LinearPrecision
 from ..fused.attention.reference import GRAD_STREAM, KEY_STREAM, QUERY_STREAM, VALUE_STREAM, transposed
 from ..fused.attention.spec import GEMMS, AttentionSpec
 from ..fused.spec import QuantSpec
-from .linear import LinearConfig
+from .linear import INPUT_STREAM, LinearConfig, quantize
 
 Quantized = tuple[Tensor, Tensor]
 """`(qdata, scale)`, contraction last; empty where the GEMM runs in high precision or is not wanted."""
@@ -48,6 +48,7 @@ class AttentionConfig:
         stochastic: some operand is rounded stochastically, so a seed is needed.
         projections: of a multi-head layer, or None for linears in high precision.
         layer: the layer's name, for messages.
+        fuse: a layer that owns its projections hands values to and from them quantized.
         backend: a backend's name, or `"auto"` for the one the input's device gets.
     """
 
@@ -65,10 +66,13 @@ class AttentionConfig:
     stochastic: bool
     projections: LinearConfig | None = None
     layer: str = ""
+    fuse: bool = True
     backend: str = "auto"
 
     @classmethod
-    def of(cls, precision: AttentionPrecision, layer: str = "", backend: str = "auto") -> AttentionConfig:
+    def of(
+        cls, precision: AttentionPrecision, layer: str = "", backend: str = "auto", fuse: bool = True
+    ) -> AttentionConfig:
         spec = precision.spec
         gemms = {name: _encode(getattr(spec, name)) for name in GEMMS}
         linear = precision.projections
@@ -82,8 +86,21 @@ class AttentionConfig:
             stochastic=spec.stochastic,
             projections=LinearConfig.of(linear, backend) if isinstance(linear, LinearPrecision) else None,
             layer=layer,
+            fuse=fuse,
             backend=backend,
         )
+
+    @property
+    def takes_heads(self) -> bool:
+        """Whether unmasked attention reads its query, key and value in MXFP8 alone, so that they may come so."""
+        gemms = (self.qk, self.pv, self.dv, self.dp, self.dq, self.dk)
+        return all(first for first, _ in gemms) and not self.stochastic
+
+    @property
+    def input_specs(self) -> tuple[tuple[str, str], ...]:
+        """Specs along the head dim and along the sequence of query, key and value, as a projection emits them."""
+        pairs = ((self.qk[0], self.dk[1]), (self.qk[1], self.dq[1]), (self.dp[1], self.pv[1]))
+        return tuple((row, "" if share else col) for (row, col), share in zip(pairs, self.share))
 
 
 def _encode(pair: tuple[QuantSpec, QuantSpec] | None) -> tuple[str, str]:
@@ -102,15 +119,20 @@ def _is_shared(rowwise: QuantSpec | None, colwise: QuantSpec | None) -> bool:
 
 
 class MXFP8AttentionFunction(torch.autograd.Function):
-    """`apply(query, key, value, mask, seed, config, scale, causal, dropout_p, emit_probs)`.
+    """`apply(query, key, value, mask, seed, config, scale, causal, dropout_p, emit_probs, emit, *given)`.
 
     Args:
-        query: (B, H, Lq, D), key: (B, G, Lk, D), value: (B, G, Lk, E), H a multiple of G, in the compute dtype.
+        query: (B, H, Lq, D), key: (B, G, Lk, D), value: (B, G, Lk, E), H a multiple of G, in the compute dtype;
+            or carriers of ones already quantized.
+        given: those quantizations, four tensors each of query, key and value, as `input_specs` says; or nothing.
+        emit: specs of the output quantized for the layer that multiplies it, along its features and along the
+            tokens; or None.
         mask: broadcastable to (B, H, Lq, Lk), bool (True takes part) or float (added), or None.
         seed: int64 scalar for dropout and stochastic rounding, or None without either.
 
     Returns:
         (B, H, Lq, E) in the compute dtype; with `emit_probs` also the probabilities (B, H, Lq, Lk) after dropout.
+        With `emit` the first is a carrier, and qdata, scale, qdata_t, scale_t of the (B * Lq, H * E) matrix follow.
         Gradients have the dtype and shape of what they belong to.
     """
 
@@ -127,13 +149,18 @@ class MXFP8AttentionFunction(torch.autograd.Function):
         causal: bool,
         dropout_p: float,
         emit_probs: bool,
+        emit: tuple[str, str] | None,
+        *given: Tensor,
     ) -> Any:
         needs_q, needs_k, _, needs_m = ctx.needs_input_grad[:4]
         scores = needs_q or needs_k or needs_m
         share_q, share_k, share_v, _ = config.share
-        q, q_t = _both(query, config.qk[0], config.dk[1] if needs_k else "", share_q, seed, QUERY_STREAM, config)
-        k, k_t = _both(key, config.qk[1], config.dq[1] if needs_q else "", share_k, seed, KEY_STREAM, config)
-        v, v_t = _both(value, config.dp[1] if scores else "", config.pv[1], share_v, seed, VALUE_STREAM, config)
+        if given:
+            q, q_t, k, k_t, v, v_t = ((given[i], given[i + 1]) for i in range(0, 12, 2))
+        else:
+            q, q_t = _both(query, config.qk[0], config.dk[1] if needs_k else "", share_q, seed, QUERY_STREAM, config)
+            k, k_t = _both(key, config.qk[1], config.dq[1] if needs_q else "", share_k, seed, KEY_STREAM, config)
+            v, v_t = _both(value, config.dp[1] if scores else "", config.pv[1], share_v, seed, VALUE_STREAM, config)
         along_keys = _along_sequence(v, v_t, share_v)
         options = (config.spec, scale, causal, dropout_p)
         out, lse, probs = attention_forward(
@@ -150,7 +177,12 @@ class MXFP8AttentionFunction(torch.autograd.Function):
             out if scores else _stand_in(out),
             lse, mask, seed, *q, *k, *v, *k_t, *q_t,
         )  # fmt: skip
-        ctx.config, ctx.options, ctx.emit_probs = config, options, emit_probs
+        ctx.config, ctx.options, ctx.emit_probs, ctx.given = config, options, emit_probs, len(given)
+        if emit is not None:
+            tokens = out.transpose(1, 2).flatten(2).flatten(0, 1)
+            parts = quantize(tokens, *emit, None, INPUT_STREAM, config.backend)
+            ctx.mark_non_differentiable(*parts)
+            return _stand_in(out), *parts
         return (out, probs) if emit_probs else out
 
     @staticmethod
@@ -173,7 +205,7 @@ class MXFP8AttentionFunction(torch.autograd.Function):
             *ctx.options, wanted, config.backend,
         )  # fmt: skip
         found = (dq if needs_q else None, dk if needs_k else None, dv if needs_v else None, dm if needs_m else None)
-        return *found, None, None, None, None, None, None
+        return *found, *(None,) * (7 + ctx.given)
 
 
 def _both(
@@ -210,11 +242,14 @@ def attention(
     dropout_p: float = 0.0,
     enable_gqa: bool = False,
     emit_probs: bool = False,
+    emit: tuple[str, str] | None = None,
+    given: tuple[Tensor, ...] = (),
 ) -> Any:
     """`MXFP8AttentionFunction` on the shapes torch takes: (..., H, L, D) of one dtype, leading dims broadcast.
 
     Returns:
-        (..., H, Lq, E), and with `emit_probs` a second tensor (..., H, Lq, Lk).
+        (..., H, Lq, E), and with `emit_probs` a second tensor (..., H, Lq, Lk). With `emit`, which takes 4-D
+        tensors alone, a carrier and four parts.
     """
     tensors = (query, key, value)
     lead = torch.broadcast_shapes(*(x.shape[:-3] for x in tensors))
@@ -223,7 +258,11 @@ def attention(
     if mask is not None:
         mask = _four_dims(mask, lead if len(lead) > 1 and mask.dim() > 3 else mask.shape[:-3], mask.shape[-3:-2])
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    outputs: Any = MXFP8AttentionFunction.apply(q, k, v, mask, seed, config, scale, causal, dropout_p, emit_probs)
+    outputs: Any = MXFP8AttentionFunction.apply(
+        q, k, v, mask, seed, config, scale, causal, dropout_p, emit_probs, emit, *given
+    )
+    if emit is not None:
+        return outputs
     if emit_probs:
         return tuple(x.view(*lead, *heads, *x.shape[-2:]) for x in outputs)
     return outputs.view(*lead, *heads, *outputs.shape[-2:])

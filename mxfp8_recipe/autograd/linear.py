@@ -117,35 +117,53 @@ class MXFP8LinearFunction(torch.autograd.Function):
         seed: Tensor | None,
         config: LinearConfig,
     ) -> Tensor:
-        needs_input, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
-        x = input.reshape(-1, input.shape[-1])
-        x_q: Quantized = (qdata, scale, qdata_t, scale_t)
-        if qdata is None:
-            rowwise, colwise = config.input_specs
-            x_q = quantize(x, rowwise, colwise if needs_weight else "", seed, INPUT_STREAM, config.backend)
-        w_q = quantize_weight(weight, needs_input, seed, config)
-        saved_x = kept(x, x_q, config.wgrad[1], config.share_input) if needs_weight else (None, None)
-        saved_w = kept(weight, w_q, config.dgrad[1], config.share_weight) if needs_input else (None, None)
-        ctx.save_for_backward(*saved_x, *saved_w, seed)
-        ctx.config, ctx.input_shape, ctx.input_dtype = config, input.shape, input.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return fprop(x, x_q, weight, w_q, bias, config).view(*input.shape[:-1], weight.shape[0])
+        return linear_forward(ctx, input, (qdata, scale, qdata_t, scale_t), weight, bias, seed, config)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        x, x_scale, w, w_scale, seed = ctx.saved_tensors
-        config: LinearConfig = ctx.config
-        needs_input, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 5, 6))
-        grad = grad_output.reshape(-1, grad_output.shape[-1])
-        grad_q = quantize_grad(grad, needs_input, needs_weight, seed, config)
-        grad_input = grad_weight = None
-        if needs_input:
-            grad_input = dgrad(grad, grad_q, w, w_scale, config).view(ctx.input_shape).to(ctx.input_dtype)
-        if needs_weight:
-            x, x_scale = transposed(x, x_scale) if config.share_input else (x, x_scale)
-            grad_weight = wgrad(grad, grad_q, x, x_scale, config)
-        grad_bias = bias_grad(grad, ctx.bias_dtype) if needs_bias else None
-        return grad_input, None, None, None, None, grad_weight, grad_bias, None, None
+        return linear_backward(ctx, grad_output)
+
+
+def linear_forward(
+    ctx: Any,
+    input: Tensor,
+    given: Quantized,
+    weight: Tensor,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    config: LinearConfig,
+) -> Tensor:
+    """The forward of every Function with this argument order: saves what `linear_backward` needs."""
+    needs_input, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
+    x = input.reshape(-1, input.shape[-1])
+    x_q = given
+    if given[0] is None:
+        rowwise, colwise = config.input_specs
+        x_q = quantize(x, rowwise, colwise if needs_weight else "", seed, INPUT_STREAM, config.backend)
+    w_q = quantize_weight(weight, needs_input, seed, config)
+    saved_x = kept(x, x_q, config.wgrad[1], config.share_input) if needs_weight else (None, None)
+    saved_w = kept(weight, w_q, config.dgrad[1], config.share_weight) if needs_input else (None, None)
+    ctx.save_for_backward(*saved_x, *saved_w, seed)
+    ctx.config, ctx.input_shape, ctx.input_dtype = config, input.shape, input.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    return fprop(x, x_q, weight, w_q, bias, config).view(*input.shape[:-1], weight.shape[0])
+
+
+def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients in the argument order of `MXFP8LinearFunction`."""
+    x, x_scale, w, w_scale, seed = ctx.saved_tensors
+    config: LinearConfig = ctx.config
+    needs_input, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 5, 6))
+    grad = grad_output.reshape(-1, grad_output.shape[-1])
+    grad_q = quantize_grad(grad, needs_input, needs_weight, seed, config)
+    grad_input = grad_weight = None
+    if needs_input:
+        grad_input = dgrad(grad, grad_q, w, w_scale, config).view(ctx.input_shape).to(ctx.input_dtype)
+    if needs_weight:
+        x, x_scale = transposed(x, x_scale) if config.share_input else (x, x_scale)
+        grad_weight = wgrad(grad, grad_q, x, x_scale, config)
+    grad_bias = bias_grad(grad, ctx.bias_dtype) if needs_bias else None
+    return grad_input, None, None, None, None, grad_weight, grad_bias, None, None
 
 
 def quantize(x: Tensor, rowwise: str, colwise: str, seed: Tensor | None, stream: int, backend: str) -> Quantized:

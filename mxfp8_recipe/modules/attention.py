@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..autograd import AttentionConfig
-from ..functional import mxfp8_attention, mxfp8_linear
+from ..autograd import AttentionConfig, HeadsSpec
+from ..functional import mxfp8_attention, mxfp8_linear, mxfp8_projection
 from ..fused.attention.spec import GEMMS
 from ..fused.spec import BLOCK, QuantSpec
+from ..mx_tensor import Edge
 from .swapped import describe_config, is_swapped, swap_class
 
 _SLOW = "no inference fast path"
@@ -33,7 +34,7 @@ class SDPAOwner(nn.Module):
     mxfp8_config: AttentionConfig
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with ReplaceSDPA(self.mxfp8_config):
+        with ReplaceSDPA(self.mxfp8_config, self.__dict__.get("mxfp8_edge")):
             return self.original_class.forward(self, *args, **kwargs)
 
     def extra_repr(self) -> str:
@@ -44,9 +45,9 @@ class SDPAOwner(nn.Module):
 class ReplaceSDPA(TorchFunctionMode):
     """While entered, `F.scaled_dot_product_attention` is `mxfp8_attention` with `config`; nothing else changes."""
 
-    def __init__(self, config: AttentionConfig) -> None:
+    def __init__(self, config: AttentionConfig, edge: Edge | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.edge = config, edge
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -57,7 +58,7 @@ class ReplaceSDPA(TorchFunctionMode):
         if self.config.is_high:
             with torch._C.DisableTorchFunction():  # an enclosing owner must not take the call over
                 return func(*args, **kwargs)
-        return mxfp8_attention(*args, **kwargs, config=self.config)
+        return mxfp8_attention(*args, **kwargs, config=self.config, edge=self.edge)
 
 
 class MXFP8MultiheadAttention(nn.MultiheadAttention):
@@ -84,9 +85,13 @@ class MXFP8MultiheadAttention(nn.MultiheadAttention):
         if query.is_nested or key.is_nested or value.is_nested:
             raise ValueError(f"{self.mxfp8_config.layer or type(self).__name__}: got nested tensors; pad the batch")
         causal, mask = _masks(self, query, key_padding_mask, attn_mask, is_causal, need_weights)
-        q, k, v = (_split_heads(self, x) for x in _project(self, query, key, value))
+        edge = None if causal or mask is not None or need_weights else _inner_edge(self, query)
+        projected = _project_heads(self, query, edge) if edge and query is key and key is value else None
+        q, k, v = (_split_heads(self, x) for x in projected or _project(self, query, key, value))
         dropout_p = self.dropout if self.training else 0.0
-        out = mxfp8_attention(q, k, v, mask, dropout_p, causal, config=self.mxfp8_config, need_weights=need_weights)
+        out = mxfp8_attention(
+            q, k, v, mask, dropout_p, causal, config=self.mxfp8_config, need_weights=need_weights, edge=edge
+        )
         out, weights = out if need_weights else (out, None)
         merged = _merge_heads(self, out)
         output = _linear(merged, self.out_proj.weight, self.out_proj.bias, self.mxfp8_config)
@@ -122,7 +127,7 @@ def describe_attention(config: AttentionConfig) -> str:
     return "attention: " + ", ".join(parts)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: AttentionConfig) -> Tensor:
+def _linear(x: Any, weight: Tensor, bias: Tensor | None, config: AttentionConfig) -> Tensor:
     if config.projections is None:
         return F.linear(x, weight, bias)
     return mxfp8_linear(x, weight, bias, config=config.projections)
@@ -145,7 +150,28 @@ def _project(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: T
     return tuple(_linear(x, w, b, config) for x, w, b in zip((query, key, value), weight.chunk(3), biases))
 
 
-def _split_heads(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
+def _inner_edge(module: nn.MultiheadAttention, query: Any) -> Edge | None:
+    """The edge from the projections to attention and on to the output projection, where values may travel so."""
+    config: AttentionConfig = module.mxfp8_config  # pyright: ignore[reportAssignmentType]
+    linear = config.projections
+    if not config.fuse or linear is None or not module.batch_first or query.dim() != 3:
+        return None
+    if not all((linear.fprop[0], linear.wgrad[1])) or linear.stochastic or not config.takes_heads:
+        return None
+    return Edge(config.layer, (f"{config.layer}.out_proj",), emit=linear.input_specs, head_dim=module.head_dim)
+
+
+def _project_heads(module: nn.MultiheadAttention, x: Any, edge: Edge) -> tuple[Any, ...] | None:
+    """Query, key and value of self-attention, emitted in MXFP8 by one projection."""
+    config: AttentionConfig = module.mxfp8_config  # pyright: ignore[reportAssignmentType]
+    if module.in_proj_weight is None or config.projections is None:
+        return None
+    parts = tuple(HeadsSpec(module.embed_dim, module.head_dim, row, col) for row, col in config.input_specs)
+    weight, bias = module.in_proj_weight, module.in_proj_bias
+    return mxfp8_projection(x, weight, bias, config=config.projections, parts=parts, edge=edge)
+
+
+def _split_heads(module: nn.MultiheadAttention, x: Any) -> Any:
     """(N, L, E), (L, N, E) or unbatched (L, E) to (N, H, L, D) or (H, L, D)."""
     heads = x.unflatten(-1, (module.num_heads, module.head_dim))
     if x.dim() == 2:
@@ -153,7 +179,7 @@ def _split_heads(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
     return heads.transpose(1, 2) if module.batch_first else heads.permute(1, 2, 0, 3)
 
 
-def _merge_heads(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
+def _merge_heads(module: nn.MultiheadAttention, x: Any) -> Any:
     """Inverse of `_split_heads`."""
     if x.dim() == 3:
         return x.transpose(0, 1).flatten(-2)

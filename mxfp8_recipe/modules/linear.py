@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..autograd import LinearConfig
+from ..autograd import HeadsSpec, LinearConfig
 from ..config import LinearPrecision
-from ..functional import mxfp8_linear, pending
+from ..functional import mxfp8_linear, mxfp8_projection, pending
+from ..mx_tensor import Edge
 from .swapped import describe_config
 
 
@@ -20,8 +21,7 @@ class MXFP8Linear(nn.Linear):
     mxfp8_config: LinearConfig
 
     def forward(self, input: Tensor) -> Any:
-        output = mxfp8_linear(input, self.weight, self.bias, config=self.mxfp8_config)
-        return pending(output, self.__dict__.get("mxfp8_edge"))
+        return _run(self, input, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"{self.original_class.extra_repr(self)}, {describe_config(self.mxfp8_config)}"
@@ -45,8 +45,18 @@ class MXFP8LinearTransposed(nn.Module):
     bias: Tensor | None
 
     def forward(self, input: Tensor) -> Any:
-        bias = getattr(self, "bias", None)
-        output = mxfp8_linear(input, self.weight.t(), bias, config=self.mxfp8_config)
-        return pending(output, self.__dict__.get("mxfp8_edge"))
+        return _run(self, input, self.weight.t(), getattr(self, "bias", None))
 
     extra_repr = MXFP8Linear.extra_repr
+
+
+def _run(module: Any, input: Any, weight: Tensor, bias: Tensor | None) -> Any:
+    """The linear itself, and on an edge what its reader goes on with: heads, or a value an activation awaits."""
+    edge: Edge | None = module.__dict__.get("mxfp8_edge")
+    if edge is not None and edge.emit is not None:
+        parts = (HeadsSpec(weight.shape[0], edge.head_dim, *edge.emit),)
+        heads = mxfp8_projection(input, weight, bias, config=module.mxfp8_config, parts=parts, edge=edge)
+        if heads is not None:
+            return heads[0]
+        edge = None
+    return pending(mxfp8_linear(input, weight, bias, config=module.mxfp8_config), edge)

@@ -1,0 +1,21 @@
+"""The functional API: MXFP8 counterparts of `torch.nn.functional`, with autocast and checks, without modules.
+
+Each op also takes and gives the values of `mx_tensor` and `mx_heads` that travel between fused layers.
+"""
+
+from .attention import mxfp8_attention
+from .common import compute_dtype, draw_seed
+from .linear import mxfp8_linear, mxfp8_projection
+from .producers import activation, mxfp8_activation, mxfp8_norm, pending
+
+__all__ = [
+    "activation",
+    "compute_dtype",
+    "draw_seed",
+    "mxfp8_activation",
+    "mxfp8_attention",
+    "mxfp8_linear",
+    "mxfp8_norm",
+    "mxfp8_projection",
+    "pending",
+]

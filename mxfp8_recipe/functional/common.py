@@ -1,0 +1,37 @@
+"""What every op shares: the compute dtype, seeds, and calling an autograd Function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..mx_tensor import Traveling
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply`, whose annotations say nothing of what it returns."""
+    return function.apply(*args)
+
+
+def compute_dtype(x: Tensor | Traveling, dtype: torch.dtype | None = None) -> torch.dtype:
+    """The dtype a matrix multiplication of `x` would run in here: autocast's if it is on, else that of `x`."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if autocast_on(kind) else dtype or x.dtype
+
+
+def autocast_on(kind: str) -> bool:
+    """Whether autocast is on for a device type."""
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """A seed for stochastic rounding from torch's generator of `device`: int64 scalar.
+
+    Activation checkpointing restores that generator before it recomputes, CUDA graphs register it, and
+    a checkpoint that stores its state resumes to the bit, as for dropout.
+    """
+    return torch.randint(2**62, (), dtype=torch.int64, device=device)

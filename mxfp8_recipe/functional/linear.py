@@ -1,0 +1,126 @@
+"""Linear layers: alone, after a norm or an activation, and before attention."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..autograd import (
+    ActivationLinearFunction,
+    HeadsSpec,
+    LinearConfig,
+    MXFP8LinearFunction,
+    ProjectionFunction,
+)
+from ..mx_heads import Heads
+from ..mx_tensor import Edge, MXTensor, Pending, Traveling
+from .common import DTYPES, apply, autocast_on, compute_dtype, draw_seed
+
+
+def mxfp8_linear(
+    input: Tensor | Traveling, weight: Tensor, bias: Tensor | None = None, *, config: LinearConfig
+) -> Tensor:
+    """`input @ weight.T + bias`, each GEMM, forward and backward, in the precision `config` gives it.
+
+    Args:
+        input: (..., in_features), any number of leading dims, any token count, 0 included; or a value on a fused
+            edge: already quantized, or an activation still to be applied.
+        weight: (out_features, in_features), the user's own parameter; quantized anew in every call.
+        bias: (out_features,) or None.
+        config: `LinearConfig.of(LinearPrecision(...))`.
+
+    Returns:
+        (..., out_features) in the compute dtype: autocast's where autocast is on, else the input's.
+
+    Raises:
+        ValueError: shapes that do not fit. TypeError: dtypes that `F.linear` would refuse too.
+    """
+    dtype = compute_dtype(input)
+    _check_linear(input, weight, bias, dtype)
+    weight = weight.to(dtype)
+    if not torch.is_grad_enabled():
+        weight = weight.detach()  # a Function sees requires_grad alone, and would quantize the input for wgrad
+    bias = None if bias is None else bias.to(dtype)
+    seed = draw_seed(input.device) if config.stochastic else None
+    if isinstance(input, MXTensor):
+        if _fits(input, dtype, config, weight):
+            parts = (input.qdata, input.scale, input.qdata_t, input.scale_t)
+            return apply(MXFP8LinearFunction, input.carrier, *parts, weight, bias, seed, config)
+        input = input.high("a linear layer of another precision")
+    if isinstance(input, Pending):
+        if input.edge.fused and input.kind != "identity":
+            return apply(ActivationLinearFunction, input.x, input.gate, weight, bias, seed, input.kind, config)
+        input = input.materialize()
+    assert isinstance(input, Tensor)
+    nothing = (None, None, None, None)
+    return apply(MXFP8LinearFunction, input.to(dtype), *nothing, weight, bias, seed, config)
+
+
+def _fits(input: MXTensor, dtype: torch.dtype, config: LinearConfig, weight: Tensor) -> bool:
+    """Whether a quantized input is what this layer would have quantized itself."""
+    rowwise, colwise = config.input_specs
+    if input.quantized_from != dtype or input.rowwise != rowwise:
+        return False
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return True
+    return input.colwise == colwise if config.wgrad[1] else input.has_high
+
+
+def _check_linear(input: Tensor | Traveling, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+    if input.dim() == 0 or weight.dim() != 2 or input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"mxfp8_linear: got input {tuple(input.shape)} and weight {tuple(weight.shape)}, expected "
+            "(..., in_features) and (out_features, in_features)"
+        )
+    if weight.dtype != input.dtype and not autocast_on(input.device.type):
+        raise TypeError(
+            f"mxfp8_linear: got input {input.dtype} and weight {weight.dtype}, expected one dtype; "
+            "cast the input or run under torch.autocast"
+        )
+    if dtype not in DTYPES:
+        raise TypeError(f"mxfp8_linear: got compute dtype {dtype}, expected float32, bfloat16 or float16")
+
+
+def mxfp8_projection(
+    input: Tensor | Traveling,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    config: LinearConfig,
+    parts: tuple[HeadsSpec, ...],
+    edge: Edge,
+) -> tuple[Heads, ...] | None:
+    """`mxfp8_linear` whose output goes into attention: each part of it in MXFP8, split into heads.
+
+    Args:
+        input, weight, bias, config: as for `mxfp8_linear`, the input (B, L, in_features).
+        parts: the parts of out_features, in order, such as query, key and value.
+
+    Returns:
+        One `Heads` (B, L, H * D) for each part, or None where the output has to exist in high precision.
+    """
+    dtype = compute_dtype(input)
+    if not edge.fused or input.dim() != 3 or config.stochastic:
+        return None
+    _check_linear(input, weight, bias, dtype)
+    weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    given: tuple[Tensor | None, ...] = (None, None, None, None)
+    if not torch.is_grad_enabled():
+        weight = weight.detach()
+    if isinstance(input, MXTensor) and _fits(input, dtype, config, weight):
+        carrier, given = input.carrier, (input.qdata, input.scale, input.qdata_t, input.scale_t)
+    elif isinstance(input, Traveling):
+        return None
+    else:
+        carrier = input.to(dtype)
+    outputs = apply(ProjectionFunction, carrier, *given, weight, bias, None, config, parts)
+    heads, start = [], 0
+    for i, part in enumerate(parts):
+        rows = slice(start, start := start + part.features)
+        again = partial(mxfp8_linear, input, weight[rows], None if bias is None else bias[rows], config=config)
+        one, shape = outputs[5 * i : 5 * i + 5], (*input.shape[:2], part.features)
+        size = (shape[0], part.features // part.head_dim, shape[1], part.head_dim)
+        heads.append(Heads(one[0], tuple(one[1:]), size, part.rowwise, part.colwise, again, edge))
+    return tuple(heads)

@@ -1,0 +1,87 @@
+"""Norms and activations: on their own, or handing on what the next layer multiplies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..autograd import ActivationFunction, NormConfig, NormFunction
+from ..mx_tensor import Edge, MXTensor, Pending, Traveling
+from .common import apply, compute_dtype, draw_seed
+
+
+def mxfp8_norm(
+    input: Tensor | Traveling,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    config: NormConfig,
+    dtype: torch.dtype,
+    edge: Edge | None = None,
+) -> Tensor | MXTensor:
+    """RMS or layer norm over the last dim; on a fused edge its MXFP8 instead of a tensor.
+
+    Args:
+        input: (..., K). weight, bias: (K,) or None.
+        config: what to compute and, where `edge` is fused, what to emit.
+        dtype: dtype of the result, as the norm this stands for would give.
+        edge: the fused edge, or None for a plain norm.
+
+    Returns:
+        (..., K) of `dtype`, or an `MXTensor` that stands for it.
+    """
+    if isinstance(input, Traveling):
+        input = input.high("a norm")
+    plain = replace(config, rowwise="", colwise="", emit_high=True)
+    if edge is None or not edge.fused or not config.rowwise:
+        return _norm_high(input, weight, bias, plain, dtype)
+    target = compute_dtype(input, dtype)
+    if not torch.is_grad_enabled():
+        config = replace(config, colwise="")
+    seed = draw_seed(input.device) if config.stochastic else None
+    if config.emit_high and target != dtype:
+        return _norm_high(input, weight, bias, plain, dtype)
+    parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    parts = apply(NormFunction, input, weight, bias, seed, config, dtype, target)
+    again = partial(_norm_high, input, weight, bias, plain, dtype)
+    return MXTensor(*parts, config.rowwise, config.colwise, target, config.emit_high, again, edge)
+
+
+def _norm_high(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, config: NormConfig, dtype: torch.dtype
+) -> Tensor:
+    return apply(NormFunction, input, weight, bias, None, config, dtype, dtype)[0]
+
+
+def mxfp8_activation(
+    input: Tensor | Traveling, kind: str, *, gate: Tensor | None = None, edge: Edge | None = None
+) -> Tensor | Pending:
+    """`act(input)` or `act(gate) * input`; on a planned edge left pending for the GEMM that consumes it.
+
+    Args:
+        input: (..., K); gate: the same shape for a gated kind.
+        kind: as `fused.reference_ops` names them.
+        edge: the planned edge, or None to compute at once.
+    """
+    if isinstance(input, Pending) and gate is None:
+        pending = input.activated(kind)
+        if pending is not None:
+            return replace(pending, edge=edge) if edge is not None else pending.materialize()
+    if isinstance(input, Traveling):
+        input = input.high("an activation")
+    if edge is None:
+        return activation(input, gate, kind)
+    return Pending(input, gate, kind, activation, edge)
+
+
+def pending(output: Tensor, edge: Edge | None) -> Tensor | Pending:
+    """A linear's output as the value an activation function in the caller's code goes on with; itself off an edge."""
+    return output if edge is None else Pending(output, None, "identity", activation, edge)
+
+
+def activation(x: Tensor, gate: Tensor | None, kind: str) -> Tensor:
+    """The activation on its own: (..., K) in the dtype of `x`."""
+    return apply(ActivationFunction, x, gate, kind, "auto")
