@@ -39,23 +39,20 @@ def sigmoid(x):
 
 
 @triton.jit
-def normal_cdf(x):
-    """`(Phi(x), exp(-x^2 / 2))`.
+def normal_tail(x):
+    """`(Phi(-|x|), exp(-x^2 / 2))`.
 
-    `Phi(-z) = exp(-z^2 / 2) P(1 / (1 + 0.36 z))` for z >= 0, P the minimax polynomial without constant term of
-    degree 7 in relative error (9e-7), so that the negative tail keeps its relative accuracy.
+    `Phi(-z) = exp(-z^2 / 2) P(1 / (1 + 0.3075 z))`, P the minimax polynomial without constant term of degree 6 in
+    relative error (4.1e-6), so that the tail keeps its relative accuracy.
     """
-    z = tl.abs(x)
-    t = reciprocal_of(tl.fma(z, 0.36, 1.0))
+    t = reciprocal_of(tl.fma(tl.abs(x), 0.3075, 1.0))
     bell = exp2_of(x * x * (-0.5 * LOG2E))
-    p = tl.fma(t, 0.04705139622092247, -0.17974796891212463)
-    p = tl.fma(t, p, 0.1809311956167221)
-    p = tl.fma(t, p, 0.026565108448266983)
-    p = tl.fma(t, p, 0.13971346616744995)
-    p = tl.fma(t, p, 0.141773521900177)
-    p = tl.fma(t, p, 0.14371296763420105)
-    tail = p * t * bell
-    return tl.where(x > 0, 1.0 - tail, tail), bell
+    p = tl.fma(t, -0.07553036510944366, 0.19116804003715515)
+    p = tl.fma(t, p, 0.005925232544541359)
+    p = tl.fma(t, p, 0.1369253695011139)
+    p = tl.fma(t, p, 0.11858081817626953)
+    p = tl.fma(t, p, 0.12293041497468948)
+    return p * (t * bell), bell
 
 
 @triton.jit
@@ -74,8 +71,8 @@ def act(x, KIND: tl.constexpr):
     elif KIND == "silu":
         y = x * sigmoid(x)
     elif KIND == "gelu":
-        cdf, bell = normal_cdf(x)
-        y = x * cdf
+        tail, bell = normal_tail(x)
+        y = tl.fma(-tl.abs(x), tail, tl.maximum(x, 0.0))
     else:
         y = x * sigmoid(tanh_argument(x))
     return y
@@ -96,8 +93,9 @@ def act_and_slope(x, KIND: tl.constexpr):
         y = x * s
         slope = s * tl.fma(x, 1.0 - s, 1.0)
     elif KIND == "gelu":
-        cdf, bell = normal_cdf(x)
-        y = x * cdf
+        tail, bell = normal_tail(x)
+        y = tl.fma(-tl.abs(x), tail, tl.maximum(x, 0.0))
+        cdf = tl.where(x > 0, 1.0 - tail, tail)
         slope = tl.fma(x * bell, 0.3989422804014327, cdf)
     else:
         s = sigmoid(tanh_argument(x))

@@ -25,9 +25,10 @@ DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 
 @dataclass(frozen=True, kw_only=True)
 class TileConfig:
-    """A program covers 128 tokens x 128 features with `warps` warps."""
+    """A program covers 128 tokens x 128 features, `run` times side by side, with `warps` warps."""
 
     warps: int
+    run: int = 4
     options: dict[str, int] = field(default_factory=dict)
 
     def reps(self, itemsize: int) -> int:
@@ -36,13 +37,19 @@ class TileConfig:
         return max(1, 32 // rows_a_pass) if rows_a_pass else 32
 
 
+    def runs(self, features: int) -> int:
+        """Programs it takes for a row."""
+        return -(-features // (128 * self.run))
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowConfig:
-    """A program covers `rows` tokens x `cols` features with `warps` warps."""
+    """A program covers `rows` tokens x `cols` features, `run` times one after another, with `warps` warps."""
 
     rows: int
     cols: int
     warps: int
+    run: int = 1
 
 
 def quantize_tile_config() -> TileConfig:
@@ -86,7 +93,7 @@ def activation_backward_config(gated: bool) -> TileConfig:
 MAX_FEATURES = 32768
 """Widest row whose sums one program takes."""
 
-LEAD_PROGRAMS = 640
+LEAD_PROGRAMS = 400
 """Programs by which row sums run ahead: more than are ever in flight, so that nobody waits, and few enough that what
 they read, 32 KiB each, is still in the L2 cache."""
 
@@ -105,12 +112,12 @@ class Roles:
 def plan_roles(like: Tensor, tile: TileConfig, elements: int) -> Roles:
     """`elements`: how many a summing program of 8 warps holds at a time."""
     rows, cols = like.shape
-    strips, chunks = -(-rows // TOKENS), -(-cols // 128)
+    strips, runs = -(-rows // TOKENS), tile.runs(cols)
     width = max(128, next_power_of_2(cols))
-    lead = min(strips, -(-LEAD_PROGRAMS // (SUMMING + chunks)))
+    lead = min(strips, -(-LEAD_PROGRAMS // (SUMMING + runs)))
     held = min(TOKENS // SUMMING, max(1, elements * tile.warps // 8 // width))
     return Roles(
-        programs=(strips + lead) * (SUMMING + chunks),
+        programs=(strips + lead) * (SUMMING + runs),
         strips=strips,
         lead=lead,
         counter=torch.zeros(strips, dtype=torch.int32, device=like.device),

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from ._device import emit_rows, emit_tile, load_words, pack, row_index, store_rows, unpack
+from ._device import emit_rows, emit_tile, load_tile, load_words, pack, row_index, store_rows, unpack
 from ._row_stats import (
     announce,
     await_rows,
@@ -97,28 +97,40 @@ def norm_rows_kernel(
     LAYER: tl.constexpr, RES: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, EMIT_HIGH: tl.constexpr,
     DTYPE: tl.constexpr, HIGH: tl.constexpr, W_DTYPE: tl.constexpr, B_DTYPE: tl.constexpr,
     R_BR: tl.constexpr, R_BC: tl.constexpr, R_E5: tl.constexpr, R_FLOOR: tl.constexpr, R_ALIGNED: tl.constexpr,
-    SWIZZLED: tl.constexpr, R: tl.constexpr, C: tl.constexpr, LOG2: tl.constexpr,
+    SWIZZLED: tl.constexpr, R: tl.constexpr, C: tl.constexpr, LOG2: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """R whole rows, C >= K a power of two, 2**LOG2 = C / 128."""
+    """RUN times R whole rows, C >= K a power of two, 2**LOG2 = C / 128; the next ones are loaded before these are
+    worked on."""
     K2 = K8 * 4
-    row0 = tl.program_id(0).to(tl.int64) * R
+    first = tl.program_id(0).to(tl.int64) * (R * RUN)
     rows = tl.arange(0, R)
-    row_ok = (row0 + rows) < M
-    h = load_words(x_ptr, rows, row0, 0, M, K2, LD8 * 4, C // 2)
-    if RES:
-        h = add_residual(h, load_words(res_ptr, rows, row0, 0, M, K2, LDR8 * 4, C // 2), DTYPE)
-        store_rows(h, rows, row0, 0, M, K2, h_ptr)
     w_lo, w_hi = load_feature(w_ptr, 0, K2, 1.0, WEIGHT, W_DTYPE, C // 2)
     b_lo, b_hi = load_feature(b_ptr, 0, K2, 0.0, BIAS, B_DTYPE, C // 2)
-    mean, rstd = row_stats(h, K8, eps, LAYER, DTYPE, LOG2)
-    if LAYER:
-        tl.store(mean_ptr + row0 + rows, mean, mask=row_ok)
-    tl.store(rstd_ptr + row0 + rows, rstd, mask=row_ok)
-    y = normalize(h, mean, rstd, w_lo, w_hi, b_lo, b_hi, row_ok, LAYER, WEIGHT, BIAS, DTYPE, HIGH)
-    if EMIT_HIGH:
-        store_rows(y, rows, row0, 0, M, K2, y_ptr)
-    if R_BR == 1:
-        emit_rows(y, rows, row0, 0, M, K2, q_ptr, s_ptr, HIGH, R_BC, R_E5, R_FLOOR, SWIZZLED, R_ALIGNED)
+    h = load_words(x_ptr, rows, first, 0, M, K2, LD8 * 4, C // 2)
+    res = h
+    if RES:
+        res = load_words(res_ptr, rows, first, 0, M, K2, LDR8 * 4, C // 2)
+    for i in range(RUN):
+        row0 = first + i * R
+        row_ok = (row0 + rows) < M
+        end = tl.where(i + 1 < RUN, M, 0)
+        next_h = load_words(x_ptr, rows, row0 + R, 0, end, K2, LD8 * 4, C // 2)
+        next_res = next_h
+        if RES:
+            next_res = load_words(res_ptr, rows, row0 + R, 0, end, K2, LDR8 * 4, C // 2)
+            h = add_residual(h, res, DTYPE)
+            store_rows(h, rows, row0, 0, M, K2, h_ptr)
+        mean, rstd = row_stats(h, K8, eps, LAYER, DTYPE, LOG2)
+        if LAYER:
+            tl.store(mean_ptr + row0 + rows, mean, mask=row_ok)
+        tl.store(rstd_ptr + row0 + rows, rstd, mask=row_ok)
+        y = normalize(h, mean, rstd, w_lo, w_hi, b_lo, b_hi, row_ok, LAYER, WEIGHT, BIAS, DTYPE, HIGH)
+        if EMIT_HIGH:
+            store_rows(y, rows, row0, 0, M, K2, y_ptr)
+        if R_BR == 1:
+            emit_rows(y, rows, row0, 0, M, K2, q_ptr, s_ptr, HIGH, R_BC, R_E5, R_FLOOR, SWIZZLED, R_ALIGNED)
+        h = next_h
+        res = next_res
 
 
 @triton.jit(do_not_specialize=SCALARS)
@@ -130,14 +142,15 @@ def norm_tile_kernel(
     R_BR: tl.constexpr, R_BC: tl.constexpr, R_E5: tl.constexpr, R_FLOOR: tl.constexpr, R_ALIGNED: tl.constexpr,
     C_BR: tl.constexpr, C_BC: tl.constexpr, C_E5: tl.constexpr, C_FLOOR: tl.constexpr, C_ALIGNED: tl.constexpr,
     T_ALIGN: tl.constexpr, SWIZZLED: tl.constexpr, REPS: tl.constexpr, LOG2: tl.constexpr,
-    R: tl.constexpr,
+    R: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Of every `SUMMING + chunks` programs the first ones take the statistics of 32 rows each of strip u, R rows of
-    128 * 2**LOG2 >= K features at a time; the others a 128 x 128 tile each of strip u - LEAD."""
+    """Of every `SUMMING + runs` programs the first ones take the statistics of 32 rows each of strip u, R rows of
+    128 * 2**LOG2 >= K features at a time; the others up to RUN tiles of 128 x 128 each of strip u - LEAD."""
     K2 = K8 * 4
     chunks = tl.cdiv(K8, 16)
-    u = tl.program_id(0) // (SUMMING + chunks)
-    role = tl.program_id(0) % (SUMMING + chunks)
+    runs = tl.cdiv(chunks, RUN)
+    u = tl.program_id(0) // (SUMMING + runs)
+    role = tl.program_id(0) % (SUMMING + runs)
     if role < SUMMING:
         if u * 128 < M:
             for start in range(0, 128 // SUMMING, R):
@@ -156,10 +169,9 @@ def norm_tile_kernel(
     elif u >= LEAD:
         strip = u - LEAD
         row0 = strip.to(tl.int64) * 128
-        col0 = (role - SUMMING) * 128
+        first = (role - SUMMING) * RUN
+        last = tl.minimum(first + RUN, chunks)
         r0, r1, r2, r3 = row_index(0, REPS), row_index(1, REPS), row_index(2, REPS), row_index(3, REPS)
-        w_lo, w_hi = load_feature(w_ptr, col0, K2, 1.0, WEIGHT, W_DTYPE, 64)
-        b_lo, b_hi = load_feature(b_ptr, col0, K2, 0.0, BIAS, B_DTYPE, 64)
         if RES:  # h is another program's output
             await_rows(counter_ptr, strip, SUMMING)
             source = h_ptr
@@ -167,10 +179,7 @@ def norm_tile_kernel(
         else:
             source = x_ptr
             stride = LD8 * 4
-        h0 = load_words(source, r0, row0, col0, M, K2, stride, 64)
-        h1 = load_words(source, r1, row0, col0, M, K2, stride, 64)
-        h2 = load_words(source, r2, row0, col0, M, K2, stride, 64)
-        h3 = load_words(source, r3, row0, col0, M, K2, stride, 64)
+        h0, h1, h2, h3 = load_tile(source, row0, first * 128, M, K2, stride, REPS)
         if not RES:
             await_rows(counter_ptr, strip, SUMMING)
         i0, i1 = row_stat(rstd_ptr, row0, r0, M), row_stat(rstd_ptr, row0, r1, M)
@@ -179,19 +188,26 @@ def norm_tile_kernel(
         if LAYER:
             m0, m1 = row_stat(mean_ptr, row0, r0, M), row_stat(mean_ptr, row0, r1, M)
             m2, m3 = row_stat(mean_ptr, row0, r2, M), row_stat(mean_ptr, row0, r3, M)
-        y0 = normalize(h0, m0, i0, w_lo, w_hi, b_lo, b_hi, (row0 + r0) < M, LAYER, WEIGHT, BIAS, DTYPE, HIGH)
-        y1 = normalize(h1, m1, i1, w_lo, w_hi, b_lo, b_hi, (row0 + r1) < M, LAYER, WEIGHT, BIAS, DTYPE, HIGH)
-        y2 = normalize(h2, m2, i2, w_lo, w_hi, b_lo, b_hi, (row0 + r2) < M, LAYER, WEIGHT, BIAS, DTYPE, HIGH)
-        y3 = normalize(h3, m3, i3, w_lo, w_hi, b_lo, b_hi, (row0 + r3) < M, LAYER, WEIGHT, BIAS, DTYPE, HIGH)
-        if EMIT_HIGH:
-            store_rows(y0, r0, row0, col0, M, K2, y_ptr)
-            store_rows(y1, r1, row0, col0, M, K2, y_ptr)
-            store_rows(y2, r2, row0, col0, M, K2, y_ptr)
-            store_rows(y3, r3, row0, col0, M, K2, y_ptr)
-        emit_tile(
-            y0, y1, y2, y3, row0, col0, M, K2, MT, q_ptr, s_ptr, qt_ptr, st_ptr, HIGH,
-            R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN, SWIZZLED, REPS,
-        )  # fmt: skip
+        for chunk in range(first, last):
+            col0 = chunk * 128
+            w_lo, w_hi = load_feature(w_ptr, col0, K2, 1.0, WEIGHT, W_DTYPE, 64)
+            b_lo, b_hi = load_feature(b_ptr, col0, K2, 0.0, BIAS, B_DTYPE, 64)
+            end = tl.where(chunk + 1 < last, M, 0)
+            n0, n1, n2, n3 = load_tile(source, row0, col0 + 128, end, K2, stride, REPS)
+            y0 = normalize(h0, m0, i0, w_lo, w_hi, b_lo, b_hi, (row0 + r0) < M, LAYER, WEIGHT, BIAS, DTYPE, HIGH)
+            y1 = normalize(h1, m1, i1, w_lo, w_hi, b_lo, b_hi, (row0 + r1) < M, LAYER, WEIGHT, BIAS, DTYPE, HIGH)
+            y2 = normalize(h2, m2, i2, w_lo, w_hi, b_lo, b_hi, (row0 + r2) < M, LAYER, WEIGHT, BIAS, DTYPE, HIGH)
+            y3 = normalize(h3, m3, i3, w_lo, w_hi, b_lo, b_hi, (row0 + r3) < M, LAYER, WEIGHT, BIAS, DTYPE, HIGH)
+            if EMIT_HIGH:
+                store_rows(y0, r0, row0, col0, M, K2, y_ptr)
+                store_rows(y1, r1, row0, col0, M, K2, y_ptr)
+                store_rows(y2, r2, row0, col0, M, K2, y_ptr)
+                store_rows(y3, r3, row0, col0, M, K2, y_ptr)
+            emit_tile(
+                y0, y1, y2, y3, row0, col0, M, K2, MT, q_ptr, s_ptr, qt_ptr, st_ptr, HIGH,
+                R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN, SWIZZLED, REPS,
+            )  # fmt: skip
+            h0, h1, h2, h3 = n0, n1, n2, n3
 
 
 @triton.jit
@@ -290,13 +306,14 @@ def norm_backward_kernel(
     R_BR: tl.constexpr, R_BC: tl.constexpr, R_E5: tl.constexpr, R_FLOOR: tl.constexpr, R_ALIGNED: tl.constexpr,
     C_BR: tl.constexpr, C_BC: tl.constexpr, C_E5: tl.constexpr, C_FLOOR: tl.constexpr, C_ALIGNED: tl.constexpr,
     T_ALIGN: tl.constexpr, SWIZZLED: tl.constexpr, REPS: tl.constexpr, LOG2: tl.constexpr,
-    R: tl.constexpr,
+    R: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """Roles as in `norm_tile_kernel`. `partial` is (SUMMING * strips, [dweight K | dbias K])."""
     K2 = K8 * 4
     chunks = tl.cdiv(K8, 16)
-    u = tl.program_id(0) // (SUMMING + chunks)
-    role = tl.program_id(0) % (SUMMING + chunks)
+    runs = tl.cdiv(chunks, RUN)
+    u = tl.program_id(0) // (SUMMING + runs)
+    role = tl.program_id(0) % (SUMMING + runs)
     if role < SUMMING:
         if u * 128 < M:
             w_lo, w_hi = load_feature(w_ptr, 0, K2, 1.0, WEIGHT, W_DTYPE, 64 << LOG2)
@@ -310,34 +327,36 @@ def norm_backward_kernel(
     elif u >= LEAD:
         strip = u - LEAD
         row0 = strip.to(tl.int64) * 128
-        col0 = (role - SUMMING) * 128
+        first = (role - SUMMING) * RUN
         r0, r1, r2, r3 = row_index(0, REPS), row_index(1, REPS), row_index(2, REPS), row_index(3, REPS)
-        w_lo, w_hi = load_feature(w_ptr, col0, K2, 1.0, WEIGHT, W_DTYPE, 64)
         await_rows(counter_ptr, strip, SUMMING)
-        x0 = grad_input(
-            g_ptr, h_ptr, mean_ptr, rstd_ptr, dot_ptr, total_ptr, res_ptr, w_lo, w_hi, r0, row0, col0, M, K2,
-            LDG8 * 4, LD8 * 4, LDR8 * 4, LAYER, RES, WEIGHT, DTYPE, G_DTYPE, RES_DTYPE,
-        )  # fmt: skip
-        x1 = grad_input(
-            g_ptr, h_ptr, mean_ptr, rstd_ptr, dot_ptr, total_ptr, res_ptr, w_lo, w_hi, r1, row0, col0, M, K2,
-            LDG8 * 4, LD8 * 4, LDR8 * 4, LAYER, RES, WEIGHT, DTYPE, G_DTYPE, RES_DTYPE,
-        )  # fmt: skip
-        x2 = grad_input(
-            g_ptr, h_ptr, mean_ptr, rstd_ptr, dot_ptr, total_ptr, res_ptr, w_lo, w_hi, r2, row0, col0, M, K2,
-            LDG8 * 4, LD8 * 4, LDR8 * 4, LAYER, RES, WEIGHT, DTYPE, G_DTYPE, RES_DTYPE,
-        )  # fmt: skip
-        x3 = grad_input(
-            g_ptr, h_ptr, mean_ptr, rstd_ptr, dot_ptr, total_ptr, res_ptr, w_lo, w_hi, r3, row0, col0, M, K2,
-            LDG8 * 4, LD8 * 4, LDR8 * 4, LAYER, RES, WEIGHT, DTYPE, G_DTYPE, RES_DTYPE,
-        )  # fmt: skip
-        store_rows(x0, r0, row0, col0, M, K2, dx_ptr)
-        store_rows(x1, r1, row0, col0, M, K2, dx_ptr)
-        store_rows(x2, r2, row0, col0, M, K2, dx_ptr)
-        store_rows(x3, r3, row0, col0, M, K2, dx_ptr)
-        emit_tile(
-            x0, x1, x2, x3, row0, col0, M, K2, MT, q_ptr, s_ptr, qt_ptr, st_ptr, DTYPE,
-            R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN, SWIZZLED, REPS,
-        )  # fmt: skip
+        for chunk in range(first, tl.minimum(first + RUN, chunks)):
+            col0 = chunk * 128
+            w_lo, w_hi = load_feature(w_ptr, col0, K2, 1.0, WEIGHT, W_DTYPE, 64)
+            x0 = grad_input(
+                g_ptr, h_ptr, mean_ptr, rstd_ptr, dot_ptr, total_ptr, res_ptr, w_lo, w_hi, r0, row0, col0, M, K2,
+                LDG8 * 4, LD8 * 4, LDR8 * 4, LAYER, RES, WEIGHT, DTYPE, G_DTYPE, RES_DTYPE,
+            )  # fmt: skip
+            x1 = grad_input(
+                g_ptr, h_ptr, mean_ptr, rstd_ptr, dot_ptr, total_ptr, res_ptr, w_lo, w_hi, r1, row0, col0, M, K2,
+                LDG8 * 4, LD8 * 4, LDR8 * 4, LAYER, RES, WEIGHT, DTYPE, G_DTYPE, RES_DTYPE,
+            )  # fmt: skip
+            x2 = grad_input(
+                g_ptr, h_ptr, mean_ptr, rstd_ptr, dot_ptr, total_ptr, res_ptr, w_lo, w_hi, r2, row0, col0, M, K2,
+                LDG8 * 4, LD8 * 4, LDR8 * 4, LAYER, RES, WEIGHT, DTYPE, G_DTYPE, RES_DTYPE,
+            )  # fmt: skip
+            x3 = grad_input(
+                g_ptr, h_ptr, mean_ptr, rstd_ptr, dot_ptr, total_ptr, res_ptr, w_lo, w_hi, r3, row0, col0, M, K2,
+                LDG8 * 4, LD8 * 4, LDR8 * 4, LAYER, RES, WEIGHT, DTYPE, G_DTYPE, RES_DTYPE,
+            )  # fmt: skip
+            store_rows(x0, r0, row0, col0, M, K2, dx_ptr)
+            store_rows(x1, r1, row0, col0, M, K2, dx_ptr)
+            store_rows(x2, r2, row0, col0, M, K2, dx_ptr)
+            store_rows(x3, r3, row0, col0, M, K2, dx_ptr)
+            emit_tile(
+                x0, x1, x2, x3, row0, col0, M, K2, MT, q_ptr, s_ptr, qt_ptr, st_ptr, DTYPE,
+                R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN, SWIZZLED, REPS,
+            )  # fmt: skip
 
 
 def norm_quantize(
@@ -414,11 +433,11 @@ def _launch_forward(
     row = launch.norm_row_config(cols)
     if plan.rows_alone and row is not None:
         visited = -(-rows // 128) * 128 if plan.flags["SWIZZLED"] and plan.any else rows
-        norm_rows_kernel[(-(-visited // row.rows),)](
+        norm_rows_kernel[(-(-visited // (row.rows * row.run)),)](
             words(x), words(residual), *read, y, words(h), *plan.pointers[:2], mean, rstd,
             rows, cols // 8, x.stride(0) // 8, residual.stride(0) // 8, eps, **flags, **dtypes,
             **{k: plan.flags[k] for k in ("R_BR", "R_BC", "R_E5", "R_FLOOR", "R_ALIGNED", "SWIZZLED")},
-            R=row.rows, C=row.cols, LOG2=(row.cols // 128).bit_length() - 1,
+            R=row.rows, C=row.cols, LOG2=(row.cols // 128).bit_length() - 1, RUN=row.run,
             num_warps=row.warps, enable_fp_fusion=False,
         )  # fmt: skip
         return
@@ -427,7 +446,7 @@ def _launch_forward(
     norm_tile_kernel[(roles.programs,)](
         words(x), words(residual), *read, y, words(h), *plan.pointers, mean, rstd, roles.counter,
         rows, cols // 8, x.stride(0) // 8, residual.stride(0) // 8, plan.stride_t, roles.lead, eps, **flags, **dtypes,
-        **plan.flags, REPS=tile.reps(x.element_size()), **roles.flags,
+        **plan.flags, REPS=tile.reps(x.element_size()), **roles.flags, RUN=tile.run,
         num_warps=tile.warps, enable_fp_fusion=False, **tile.options,
     )  # fmt: skip
 
@@ -502,7 +521,7 @@ def _launch_backward(
         LAYER=layer, RES=grad_residual is not None, WEIGHT=weight is not None, BIAS=has_bias,
         DTYPE=DTYPES[h.dtype], G_DTYPE=DTYPES[grad_y.dtype], W_DTYPE=DTYPES[gain.dtype],
         RES_DTYPE=DTYPES[residual.dtype],
-        **plan.flags, REPS=tile.reps(h.element_size()), **roles.flags,
+        **plan.flags, REPS=tile.reps(h.element_size()), **roles.flags, RUN=tile.run,
         num_warps=tile.warps, enable_fp_fusion=False, **tile.options,
     )  # fmt: skip
     return sum_strips(partial)
