@@ -160,6 +160,8 @@ def gemm(
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype = torch.float32,
+    a_tile: tuple[int, int] = (1, BLOCK),
+    b_tile: tuple[int, int] = (1, BLOCK),
 ) -> Tensor:
     """`a @ b.T + bias` of two operands quantized along their last dim.
 
@@ -168,6 +170,8 @@ def gemm(
     Args:
         a: (M, K) float8, a_scale (M, ceil(K / 32)).  b: (N, K) float8, b_scale (N, ceil(K / 32)).
         bias: (N,) or None, added in fp32.
+        a_tile, b_tile: `(across, along)` within which the scale bytes are equal; a kernel may use it, the result
+            does not depend on it.
 
     Returns:
         (M, N) of `out_dtype`.

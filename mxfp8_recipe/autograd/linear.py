@@ -86,11 +86,6 @@ def _shared(first: str, second: str) -> bool:
     return bool(first) and first == second and QuantSpec.decode(first).is_square
 
 
-def elem_of(spec: str) -> str:
-    """Element format of an encoded spec."""
-    return spec[:4]
-
-
 class MXFP8LinearFunction(torch.autograd.Function):
     """`apply(input, qdata, scale, qdata_t, scale_t, weight, bias, seed, config)`.
 
@@ -201,8 +196,8 @@ def fprop(
     """(M, N) output."""
     if not config.fprop[0]:
         return backends.matmul(x, weight, bias, weight.dtype, config.backend)
-    x_elem, w_elem = map(elem_of, config.fprop)
-    return backends.gemm(x_q[0], x_q[1], x_elem, w_q[0], w_q[1], w_elem, bias, weight.dtype, config.backend)
+    x_spec, w_spec = config.fprop
+    return backends.gemm(x_q[0], x_q[1], x_spec, w_q[0], w_q[1], w_spec, bias, weight.dtype, config.backend)
 
 
 def dgrad(grad: Tensor, grad_q: Quantized, w: Tensor, w_scale: Tensor | None, config: LinearConfig) -> Tensor:
@@ -211,8 +206,8 @@ def dgrad(grad: Tensor, grad_q: Quantized, w: Tensor, w_scale: Tensor | None, co
         return backends.matmul(grad, w.t(), None, grad.dtype, config.backend)
     if config.share_weight:
         w, w_scale = transposed(w, w_scale)
-    g_elem, w_elem = map(elem_of, config.dgrad)
-    return backends.gemm(grad_q[0], grad_q[1], g_elem, w, w_scale, w_elem, None, grad.dtype, config.backend)
+    g_spec, w_spec = config.dgrad
+    return backends.gemm(grad_q[0], grad_q[1], g_spec, w, w_scale, w_spec, None, grad.dtype, config.backend)
 
 
 def wgrad(grad: Tensor, grad_q: Quantized, x: Tensor, x_scale: Tensor | None, config: LinearConfig) -> Tensor:
@@ -222,8 +217,8 @@ def wgrad(grad: Tensor, grad_q: Quantized, x: Tensor, x_scale: Tensor | None, co
     g_t, g_t_scale = grad_q[2:]
     if config.share_grad:
         g_t, g_t_scale = transposed(*grad_q[:2])
-    g_elem, x_elem = map(elem_of, config.wgrad)
-    return backends.gemm(g_t, g_t_scale, g_elem, x, x_scale, x_elem, None, grad.dtype, config.backend)
+    g_spec, x_spec = config.wgrad
+    return backends.gemm(g_t, g_t_scale, g_spec, x, x_scale, x_spec, None, grad.dtype, config.backend)
 
 
 def bias_grad(grad: Tensor, dtype: torch.dtype) -> Tensor:

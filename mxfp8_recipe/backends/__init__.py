@@ -1,6 +1,6 @@
 """Which callable runs each op on each backend, and the torch custom ops in front of them."""
 
-from .gemm import elem_dtype, gemm, matmul, quantize
+from .gemm import gemm, matmul, quantize
 from .library import decode, define
 from .producers import activation_backward, activation_quantize, norm_backward, norm_quantize
 from .table import BACKENDS, BackendStatus, describe, ops, resolve, select
@@ -13,7 +13,6 @@ __all__ = [
     "decode",
     "define",
     "describe",
-    "elem_dtype",
     "gemm",
     "matmul",
     "norm_backward",

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ..fused.spec import QuantSpec
 from .library import decode, define, fake_quantized
 from .table import resolve
 
 
-@lru_cache(maxsize=8)
-def elem_dtype(elem: str) -> torch.dtype:
-    """Torch's dtype of an element format by name."""
-    return torch.float8_e4m3fn if elem == "e4m3" else torch.float8_e5m2
+@lru_cache(maxsize=256)
+def _operand(spec: str) -> tuple[torch.dtype, tuple[int, int]]:
+    """Dtype and tile of an operand quantized per an encoded spec."""
+    decoded = QuantSpec.decode(spec)
+    return decoded.elem.dtype, decoded.tile
 
 
 def _quantize(
@@ -42,25 +44,28 @@ quantize = define(
 def _gemm(
     a: Tensor,
     a_scale: Tensor,
-    a_elem: str,
+    a_spec: str,
     b: Tensor,
     b_scale: Tensor,
-    b_elem: str,
+    b_spec: str,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     backend: str,
 ) -> Tensor:
     run = resolve("gemm", backend, a.device)
-    return run(a.view(elem_dtype(a_elem)), a_scale, b.view(elem_dtype(b_elem)), b_scale, bias, out_dtype=out_dtype)
+    (a_dtype, a_tile), (b_dtype, b_tile) = _operand(a_spec), _operand(b_spec)
+    return run(
+        a.view(a_dtype), a_scale, b.view(b_dtype), b_scale, bias, out_dtype=out_dtype, a_tile=a_tile, b_tile=b_tile
+    )
 
 
 def _gemm_fake(
     a: Tensor,
     a_scale: Tensor,
-    a_elem: str,
+    a_spec: str,
     b: Tensor,
     b_scale: Tensor,
-    b_elem: str,
+    b_spec: str,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     backend: str,
@@ -69,7 +74,7 @@ def _gemm_fake(
 
 
 gemm = define(
-    "gemm(Tensor a, Tensor a_scale, str a_elem, Tensor b, Tensor b_scale, str b_elem, Tensor? bias,"
+    "gemm(Tensor a, Tensor a_scale, str a_spec, Tensor b, Tensor b_scale, str b_spec, Tensor? bias,"
     " ScalarType out_dtype, str backend) -> Tensor",
     _gemm,
     _gemm_fake,
@@ -90,7 +95,7 @@ matmul = define(
 
 
 @register_flop_formula(torch.ops.mxfp8_recipe.gemm)
-def _gemm_flops(a: Any, a_scale: Any, a_elem: str, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _gemm_flops(a: Any, a_scale: Any, a_spec: str, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return 2 * a[0] * a[1] * b[0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..fused.spec import Rounding
 from .library import decode, define, fake_quantized
 from .table import resolve
 
@@ -157,14 +158,16 @@ def _activation_backward(
     backend: str,
 ) -> tuple[Tensor, ...]:
     run = resolve("activation_backward", backend, x.device)
+    act_spec = decode(act_colwise)
+    rounded_alone = act_spec is not None and act_spec.rounding is Rounding.STOCHASTIC  # by another stream than dx
     out = run(
-        grad_y, x, gate, kind, decode(rowwise), decode(colwise), False, None, emit_high=emit_high, seed=seed,
-        stream=stream,
+        grad_y, x, gate, kind, decode(rowwise), decode(colwise), False, None if rounded_alone else act_spec,
+        out_dtype=out_dtype, emit_high=emit_high, seed=seed, stream=stream,
     )  # fmt: skip
     act = out[12:]
-    if act_colwise:
+    if rounded_alone:
         forward = resolve("activation_quantize", backend, x.device)
-        act = forward(x, gate, kind, out_dtype, None, decode(act_colwise), False, seed=seed, stream=act_stream)[3:]
+        act = forward(x, gate, kind, out_dtype, None, act_spec, False, seed=seed, stream=act_stream)[3:]
     return out[0].contiguous(), out[1].contiguous(), *out[4:12], *act
 
 
