@@ -82,6 +82,7 @@ class Recorder(TorchFunctionMode):
         self._keep: list[Any] = []  # no tensor dies while recording, so no id is used twice
         self._path: list[nn.Module] = []
         self._inside = 0
+        self._before: list[tuple[Tensor, int]] = []
 
     def value_of(self, tensor: Tensor) -> int:
         if id(tensor) not in self._values:
@@ -89,10 +90,17 @@ class Recorder(TorchFunctionMode):
             self._keep.append(tensor)
         return self._values[id(tensor)]
 
+    def _rename(self, tensor: Tensor) -> None:
+        """What a module made by overwriting its input is another value in the same tensor."""
+        del self._values[id(tensor)]
+        self.value_of(tensor)
+
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        before = [] if self._inside else _versions((args, kwargs))
         result = self._run(func, args, kwargs)
         if not self._inside:
+            self._note_writes(before)
             self._record_function(func, args, kwargs, result)
         return result
 
@@ -119,6 +127,9 @@ class Recorder(TorchFunctionMode):
             self.recording.overwritten.update(self.value_of(t) for t in made)
         self._add("function", name, inputs, made, _options(args, kwargs))
 
+    def _note_writes(self, before: list[tuple[Tensor, int]]) -> None:
+        self.recording.overwritten.update(self.value_of(t) for t, version in before if t._version != version)
+
     def _add(self, kind: str, name: str, inputs: list[int], made: list[Tensor], options: dict[str, Any]) -> None:
         outputs = tuple(self.value_of(t) for t in made)
         last_dims = tuple(t.shape[-1] if t.dim() else 0 for t in (self._keep[value] for value in inputs))
@@ -126,7 +137,9 @@ class Recorder(TorchFunctionMode):
         facts = (options, torch.is_grad_enabled(), last_dims, shapes)
         self.recording.nodes.append(Node(kind, name, tuple(self._path), tuple(inputs), outputs, *facts))
 
-    def enter_module(self, module: nn.Module, piece: bool) -> None:
+    def enter_module(self, module: nn.Module, piece: bool, inputs: Any) -> None:
+        if piece and not self._inside:
+            self._before = _versions(inputs)
         self._path.append(module)
         self._inside += piece
 
@@ -134,8 +147,13 @@ class Recorder(TorchFunctionMode):
         self._path.pop()
         self._inside -= piece
         if piece and not self._inside:
-            read = list(tensors_in(inputs))
-            self._add("module", name, [self.value_of(t) for t in read], list(tensors_in(output)), {})
+            self._note_writes(self._before)
+            read, made = list(tensors_in(inputs)), list(tensors_in(output))
+            values = [self.value_of(t) for t in read]
+            for t in made:
+                if any(t is given and t._version != version for given, version in self._before):
+                    self._rename(t)
+            self._add("module", name, values, made, {})
             if read and read[0].dim():
                 self.recording.tokens[name] = read[0].shape[:-1].numel()
 
@@ -150,7 +168,7 @@ class Recorder(TorchFunctionMode):
             piece = module in pieces
 
             def before(module: nn.Module, args: Any, kwargs: Any, piece: bool = piece) -> None:
-                self.enter_module(module, piece)
+                self.enter_module(module, piece, (args, kwargs))
 
             def after(
                 module: nn.Module, args: Any, kwargs: Any, output: Any, piece: bool = piece, name: str = name
@@ -181,6 +199,11 @@ def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:
     elif depth and dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name), depth - 1)
+
+
+def _versions(values: Any) -> list[tuple[Tensor, int]]:
+    """The tensors and how often each was written to; those of inference mode do not count that."""
+    return [(t, t._version) for t in tensors_in(values) if not t.is_inference()]
 
 
 def _is_same_value(name: str, args: Any, result: Any) -> bool:

@@ -26,6 +26,7 @@ from .linear import (
     kept,
     quantize_grad,
     quantize_weight,
+    shaped,
     wgrad,
 )
 
@@ -38,7 +39,7 @@ class ActivationFunction(torch.autograd.Function):
         ctx.save_for_backward(x, gate)
         ctx.kind, ctx.backend = kind, backend
         out = backends.activation_quantize(_rows(x), _rows(gate), kind, x.dtype, "", "", True, None, 0, backend)
-        return out[0].view(x.shape)
+        return shaped(out[0], x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
@@ -79,7 +80,7 @@ class ActivationLinearFunction(torch.autograd.Function):
         ctx.save_for_backward(x, gate, *saved_w, seed)
         ctx.kind, ctx.config, ctx.compute_dtype = kind, config, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return fprop(y, y_q, weight, w_q, bias, config).view(*x.shape[:-1], weight.shape[0])
+        return shaped(fprop(y, y_q, weight, w_q, bias, config), (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:

@@ -141,7 +141,7 @@ def linear_forward(
     ctx.save_for_backward(*saved_x, *saved_w, seed)
     ctx.config, ctx.input_shape, ctx.input_dtype = config, input.shape, input.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
-    return fprop(x, x_q, weight, w_q, bias, config).view(*input.shape[:-1], weight.shape[0])
+    return shaped(fprop(x, x_q, weight, w_q, bias, config), (*input.shape[:-1], weight.shape[0]))
 
 
 def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -219,6 +219,11 @@ def wgrad(grad: Tensor, grad_q: Quantized, x: Tensor, x_scale: Tensor | None, co
         g_t, g_t_scale = transposed(*grad_q[:2])
     g_spec, x_spec = config.wgrad
     return backends.gemm(g_t, g_t_scale, g_spec, x, x_scale, x_spec, None, grad.dtype, config.backend)
+
+
+def shaped(x: Tensor, shape: Any) -> Tensor:
+    """`x.view(shape)` for a Function to return: autograd refuses to let a view of its own be overwritten in place."""
+    return torch.ops.aten._unsafe_view.default(x, shape)
 
 
 def bias_grad(grad: Tensor, dtype: torch.dtype) -> Tensor:

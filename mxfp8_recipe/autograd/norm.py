@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from .linear import INPUT_STREAM
+from .linear import INPUT_STREAM, shaped
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class NormFunction(torch.autograd.Function):
         ctx.config, ctx.bias_dtype = config, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(*quantized)
         ctx.set_materialize_grads(False)
-        output = y.view(x.shape) if config.emit_high else carrier(x, dtype)
+        output = shaped(y, x.shape) if config.emit_high else carrier(x, dtype)
         return output, *quantized
 
     @staticmethod

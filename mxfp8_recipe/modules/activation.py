@@ -18,7 +18,7 @@ class ActivationConfig:
         kind: as `fused.reference_ops` names it.
         packed: for a gated kind, which half of the input's last dim the activation applies to: `first`, `second`,
             or `""` for an activation that is not gated.
-        in_place: the module overwrites its input, so on its own it keeps doing that.
+        in_place: the module overwrites its input, and keeps doing that: who made it may read it there.
     """
 
     kind: str
@@ -43,8 +43,10 @@ class MXFP8Activation(nn.Module):
             gate, up = (first, second) if config.packed == "first" else (second, first)
             gate, up = (getattr(half, "x", half) for half in (gate, up))
             return mxfp8_activation(up, config.kind, gate=gate, edge=edge)
-        if config.in_place and edge is None:
-            return self.original_class.forward(self, input)
+        if config.in_place:
+            input = self.original_class.forward(self, input)  # applied again below, it gives the same bits
+            if edge is None:
+                return input
         return mxfp8_activation(input, config.kind, edge=edge)
 
     def extra_repr(self) -> str:
