@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -243,17 +244,27 @@ def reason_of(report: Any, producer: str) -> str:
     return edge.reason
 
 
+@dataclass(frozen=True)
+class Allocation:
+    """A tensor some op returned, and the bytes of its own storage."""
+
+    op: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+
+
 @contextmanager
-def allocations() -> Iterator[list[tuple[str, tuple[int, ...], torch.dtype, int]]]:
-    """Every tensor the ops inside the block return, with op, shape, dtype and the bytes of its own storage."""
-    seen: list[tuple[str, tuple[int, ...], torch.dtype, int]] = []
+def allocations() -> Iterator[list[Allocation]]:
+    """Every tensor the ops inside the block return."""
+    seen: list[Allocation] = []
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **(kwargs or {}))
             for t in out if isinstance(out, tuple | list) else (out,):
                 if isinstance(t, Tensor):
-                    seen.append((str(func), tuple(t.shape), t.dtype, t.untyped_storage().nbytes()))
+                    seen.append(Allocation(str(func), tuple(t.shape), t.dtype, t.untyped_storage().nbytes()))
             return out
 
     with Watch():
