@@ -154,10 +154,12 @@ class EdgeFinder:
         names = tuple(dict.fromkeys(reader.name for reader in consumers))
         specs = {reader: self.consumers[reader].config.input_specs for reader in names}
         trained = [reader for reader in names if self.consumers[reader].trained]
-        if len({row for row, _ in specs.values()}) > 1 or len({specs[reader][1] for reader in trained}) > 1:
+        columns = {specs[reader][1] for reader in trained} - {""}
+        if len({row for row, _ in specs.values()}) > 1 or len(columns) > 1:
             return plan(reason=f"{' and '.join(names)} quantize their input differently")
-        rowwise = specs[names[0]][0]
-        colwise = specs[trained[0]][1] if trained else ""
+        rowwise, colwise = specs[names[0]][0], next(iter(columns), "")
+        if "stochastic" in rowwise + colwise:
+            return plan(reason=f"{' and '.join(names)} round their input stochastically, each by its own draw")
         emit_high = bool(others) or any(not self.consumers[reader].config.wgrad[1] for reader in trained)
         return plan(consumers=names, fused=True, rowwise=rowwise, colwise=colwise, emit_high=emit_high)
 

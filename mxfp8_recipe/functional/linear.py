@@ -65,7 +65,7 @@ def _fits(input: MXTensor, dtype: torch.dtype, config: LinearConfig, weight: Ten
         return False
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return True
-    return input.colwise == colwise if config.wgrad[1] else input.has_high
+    return colwise in ("", input.colwise) if config.wgrad[1] else input.has_high
 
 
 def _check_linear(input: Tensor | Traveling, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
