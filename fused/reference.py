@@ -196,6 +196,20 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, out_dtype: torch
     return out.to(out_dtype)
 
 
+def matmul_native(a: Tensor, b: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype) -> Tensor:
+    """`matmul` by the device's own GEMM, for devices that accumulate half-precision products in fp32.
+
+    Args:
+        a: (M, K), b: (N, K) of one dtype, any strides; bias: (N,) of that dtype or None.
+    """
+    out = torch.empty(a.shape[0], b.shape[0], dtype=a.dtype, device=a.device)
+    if bias is None:
+        torch.mm(a, b.t(), out=out)  # the out= form is exempt from autocast
+    else:
+        torch.addmm(bias.to(a.dtype), a, b.t(), out=out)
+    return out.to(out_dtype)
+
+
 def random_hadamard(x: Tensor, size: int) -> Tensor:
     """Orthonormal random Hadamard transform of each group of `size` along the last dim.
 

@@ -75,6 +75,14 @@ def _gemms_of(precision: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield from _gemms_of(value, f"{name}.")
 
 
+def _is_linear_mxfp8(layer: LayerPlan) -> bool:
+    """Whether the forward GEMM of a linear, or of the projections of attention, is MXFP8."""
+    if layer.new_type is None:
+        return False
+    linear = layer.precision if layer.kind == "linear" else layer.precision.projections
+    return isinstance(linear, LinearPrecision) and linear.fprop != BF16
+
+
 def _call_gemms(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """What the recipe says of attention a module's own forward calls, which has no projections."""
     if recipe.attention != BF16:
@@ -133,10 +141,15 @@ class Plan:
 
     def linear_share(self) -> float:
         """Share of the linear layers' FLOPs (at the recorded tokens) whose forward GEMM is MXFP8."""
-        sizes = [(la.in_features * la.out_features * (la.tokens or 1), la) for la in self.layers if la.kind == "linear"]
-        total = sum(size for size, _ in sizes)
-        mx = sum(size for size, la in sizes if la.new_type and la.precision.fprop != BF16)
-        return mx / total if total else 0.0
+        total = converted = 0
+        for layer in self.layers:
+            size = layer.in_features * layer.out_features * (layer.tokens or 1)
+            if layer.kind == "attention":
+                size *= 4  # query, key, value and output projections
+            if layer.kind in ("linear", "attention"):
+                total += size
+                converted += size if _is_linear_mxfp8(layer) else 0
+        return converted / total if total else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         edges = [{"kind": e.kind, "producer": e.producer, "consumers": list(e.consumers), "fused": e.fused,

@@ -17,6 +17,7 @@ from .autograd import AttentionConfig, LinearConfig
 from .config import BF16, LinearPrecision, Override, Recipe
 from .costs import DEFAULT_TOKENS, Cost, linear_cost
 from .edges import Consumer, EdgeFinder, EdgePlan
+from .fused.attention.spec import GEMMS
 from .fused.spec import BLOCK
 from .modules import SDPAOwner, is_swapped
 from .plan import LayerPlan, Plan
@@ -227,6 +228,8 @@ class _LayerPlanner:
         if candidate.implementation is None:
             reason = self._left_alone(names[0], candidate, precision, match)
             precision = BF16
+        elif candidate.kind == "attention" and not is_bf16(precision) and not self._has_attention():
+            precision, reason = _projections_only(precision), self._no_attention()
         elif not is_bf16(precision) and match is None:
             small = self._too_small(candidate)
             precision, reason = (BF16, small) if small else (precision, reason)
@@ -235,6 +238,8 @@ class _LayerPlanner:
     def plan_call(self, names: list[str], module: nn.Module, calls: list[Node]) -> LayerPlan:
         """The row of a module that calls attention itself."""
         precision, reason = call_precision(self.recipe, self.user, names)
+        if not reason and not self._has_attention():
+            reason = self._no_attention()
         dims = sorted({dim for call in calls for dim in call.last_dims[:3]})
         implementation = SDPAOwner
         if not reason and any(dim % BLOCK for dim in dims):
@@ -246,6 +251,12 @@ class _LayerPlanner:
         candidate = Candidate("attention", implementation=implementation)
         row = self._row(names, module, candidate, precision, reason)
         return replace(row, found_by_recording=True, old_type=f"attention call in {type(module).__name__}")
+
+    def _has_attention(self) -> bool:
+        return backends.has("attention_forward", self.backend)
+
+    def _no_attention(self) -> str:
+        return f"backend {self.backend} has no attention kernel: its attention stays BF16"
 
     def _left_alone(self, name: str, candidate: Candidate, precision: Any, match: Match | None) -> str:
         if match is not None and match.exact and not is_bf16(precision):
@@ -283,6 +294,11 @@ class _LayerPlanner:
             mixes_tokens=bool(getattr(precision, "mixes_tokens", False)),
             cost=cost,
         )
+
+
+def _projections_only(precision: Any) -> Any:
+    """Attention in BF16 between projections of the same precision."""
+    return precision.model_copy(update=dict.fromkeys(GEMMS, BF16))
 
 
 def _keep_last(layers: list[LayerPlan], recipe: Recipe, user: Rules) -> list[LayerPlan]:

@@ -33,7 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..philox import random_bits
-from ..reference import _round_elements, dequantize, quantize_spec
+from ..reference import _round_elements, dequantize, gemm, quantize_spec
+from ..reference_ops import quantize_both
 from ..spec import BLOCK, QuantSpec, Rounding
 from .spec import AttentionSpec, Pair
 
@@ -67,6 +68,40 @@ def quantize_heads(
         qdata, scale = quantize_spec(x, colwise, axis=-2, seed=seed, stream=stream)
         outputs[2:] = [_bytes(qdata.transpose(-1, -2)), _bytes(scale.transpose(-1, -2))]
     return outputs[0], outputs[1], outputs[2], outputs[3]
+
+
+def quantize_merged(
+    out: Tensor, rowwise: QuantSpec | None, colwise: QuantSpec | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Quantize attention's output (B, H, L, E) as the (B * L, H * E) matrix the next layer multiplies."""
+    return quantize_both(out.transpose(1, 2).flatten(2).flatten(0, 1), rowwise, colwise)
+
+
+def gemm_heads(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    *,
+    out_dtype: torch.dtype,
+    batch: int,
+    parts: list[tuple[int, int, tuple[QuantSpec | None, QuantSpec | None]]],
+) -> list[Tensor]:
+    """`gemm` whose epilogue splits the output into heads and quantizes them.
+
+    Args:
+        a, a_scale, b, b_scale, bias, out_dtype: as for `gemm`; a has batch * L rows.
+        parts: `(features, head_dim, (rowwise, colwise))` of each part of the output, in order.
+
+    Returns:
+        Four tensors a part, as `quantize_heads` gives them of its (B, H, L, D).
+    """
+    output = gemm(a, a_scale, b, b_scale, bias, out_dtype=out_dtype).unflatten(0, (batch, a.shape[0] // batch))
+    results: list[Tensor] = []
+    for (_, head_dim, specs), part in zip(parts, output.split([width for width, _, _ in parts], dim=-1)):
+        results += quantize_heads(part.unflatten(-1, (-1, head_dim)).transpose(1, 2), *specs)
+    return results
 
 
 def _bytes(x: Tensor) -> Tensor:

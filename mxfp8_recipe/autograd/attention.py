@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.attention import attention_backward, attention_forward, quantize_heads
+from ..backends.attention import attention_backward, attention_forward, quantize_heads, quantize_merged
 from ..config import AttentionPrecision, LinearPrecision
 from ..fused.attention.reference import GRAD_STREAM, KEY_STREAM, QUERY_STREAM, VALUE_STREAM, transposed
 from ..fused.attention.spec import GEMMS, AttentionSpec
 from ..fused.spec import QuantSpec
-from .linear import INPUT_STREAM, LinearConfig, quantize
+from .linear import LinearConfig
 
 Quantized = tuple[Tensor, Tensor]
 """`(qdata, scale)`, contraction last; empty where the GEMM runs in high precision or is not wanted."""
@@ -179,8 +179,7 @@ class MXFP8AttentionFunction(torch.autograd.Function):
         )  # fmt: skip
         ctx.config, ctx.options, ctx.emit_probs, ctx.given = config, options, emit_probs, len(given)
         if emit is not None:
-            tokens = out.transpose(1, 2).flatten(2).flatten(0, 1)
-            parts = quantize(tokens, *emit, None, INPUT_STREAM, config.backend)
+            parts = quantize_merged(out, *emit, config.backend)
             ctx.mark_non_differentiable(*parts)
             return _stand_in(out), *parts
         return (out, probs) if emit_probs else out

@@ -14,6 +14,7 @@ the row-wise one is saved and transposed in backward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,8 +128,12 @@ def linear_forward(
     bias: Tensor | None,
     seed: Tensor | None,
     config: LinearConfig,
-) -> Tensor:
-    """The forward of every Function with this argument order: saves what `linear_backward` needs."""
+    multiply: Callable[..., Any] | None = None,
+) -> Any:
+    """The forward of every Function with this argument order: saves what `linear_backward` needs.
+
+    `multiply` takes the arguments of `fprop` and stands for it where its GEMM has another epilogue.
+    """
     needs_input, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
     x = input.reshape(-1, input.shape[-1])
     x_q = given
@@ -141,6 +146,8 @@ def linear_forward(
     ctx.save_for_backward(*saved_x, *saved_w, seed)
     ctx.config, ctx.input_shape, ctx.input_dtype = config, input.shape, input.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
+    if multiply is not None:
+        return multiply(x, x_q, weight, w_q, bias, config)
     return shaped(fprop(x, x_q, weight, w_q, bias, config), (*input.shape[:-1], weight.shape[0]))
 
 

@@ -94,6 +94,6 @@ class NormFunction(torch.autograd.Function):
         return dx.view(x.shape), grad_weight, grad_bias, None, None, None, None
 
 
-def carrier(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of the shape of `x` without storage: one NaN, expanded."""
-    return x.new_full((), float("nan"), dtype=dtype).expand(x.shape)
+def carrier(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> Tensor:
+    """A tensor of a shape, by default that of `x`, on its device, without storage: one NaN, expanded."""
+    return x.new_full((), float("nan"), dtype=dtype).expand(x.shape if shape is None else shape)

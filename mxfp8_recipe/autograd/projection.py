@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.attention import quantize_heads
+from ..backends.attention import gemm_heads
 from .linear import LinearConfig, linear_backward, linear_forward
 from .norm import carrier
 
@@ -60,13 +60,21 @@ class ProjectionFunction(torch.autograd.Function):
         config: LinearConfig,
         parts: tuple[HeadsSpec, ...],
     ) -> tuple[Tensor, ...]:
-        output = linear_forward(ctx, input, (qdata, scale, qdata_t, scale_t), weight, bias, seed, config)
+        def multiply(
+            x: Tensor, x_q: Any, weight: Tensor, w_q: Any, bias: Tensor | None, config: LinearConfig
+        ) -> list[Tensor]:
+            operands = (x_q[0], x_q[1], config.fprop[0], w_q[0], w_q[1], config.fprop[1])
+            facts = ([p.features for p in parts], [p.head_dim for p in parts])
+            specs = ([p.rowwise for p in parts], [p.colwise for p in parts])
+            return gemm_heads(*operands, bias, weight.dtype, input.shape[0], *facts, *specs, config.backend)
+
+        given = (qdata, scale, qdata_t, scale_t)
+        quantized = linear_forward(ctx, input, given, weight, bias, seed, config, multiply)
+        ctx.mark_non_differentiable(*quantized)
         results: list[Tensor] = []
-        for part, piece in zip(parts, output.split([part.features for part in parts], dim=-1)):
-            heads = piece.unflatten(-1, (-1, part.head_dim)).transpose(1, 2)
-            quantized = quantize_heads(heads, part.rowwise, part.colwise, None, 0, config.backend)
-            ctx.mark_non_differentiable(*quantized)
-            results += [carrier(piece, piece.dtype), *quantized]
+        for i, part in enumerate(parts):
+            results.append(carrier(input, weight.dtype, (*input.shape[:2], part.features)))
+            results += quantized[4 * i : 4 * i + 4]
         return tuple(results)
 
     @staticmethod

@@ -3,7 +3,7 @@
 from .gemm import gemm, matmul, quantize
 from .library import decode, define
 from .producers import activation_backward, activation_quantize, norm_backward, norm_quantize
-from .table import BACKENDS, BackendStatus, describe, ops, resolve, select
+from .table import BACKENDS, BackendStatus, describe, has, ops, resolve, select
 
 __all__ = [
     "BACKENDS",
@@ -14,6 +14,7 @@ __all__ = [
     "define",
     "describe",
     "gemm",
+    "has",
     "matmul",
     "norm_backward",
     "norm_quantize",

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..fused.attention.spec import AttentionSpec
-from ..fused.spec import BLOCK
-from .library import decode, define
+from ..fused.spec import BLOCK, QuantSpec
+from .library import decode, define, distinct, fake_quantized
 from .table import resolve
 
 BACKWARD_OPERANDS = ("query", "key", "value", "grad", "grad_t", "key_t", "query_t")
@@ -48,6 +48,77 @@ quantize_heads = define(
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _quantize_heads,
     _quantize_heads_fake,
+)
+
+
+def _quantize_merged(out: Tensor, rowwise: str, colwise: str, backend: str) -> tuple[Tensor, ...]:
+    run = resolve("quantize_merged", backend, out.device)
+    return run(out, decode(rowwise), decode(colwise))
+
+
+def _quantize_merged_fake(out: Tensor, rowwise: str, colwise: str, backend: str) -> tuple[Tensor, ...]:
+    batch, heads, length, dim = out.shape
+    return fake_quantized(out, rowwise, colwise, batch * length, heads * dim)
+
+
+quantize_merged = define(
+    "quantize_merged(Tensor out, str rowwise, str colwise, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
+    _quantize_merged,
+    _quantize_merged_fake,
+)
+
+
+def _gemm_heads(
+    a: Tensor,
+    a_scale: Tensor,
+    a_spec: str,
+    b: Tensor,
+    b_scale: Tensor,
+    b_spec: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    batch: int,
+    features: list[int],
+    head_dims: list[int],
+    rowwise: list[str],
+    colwise: list[str],
+    backend: str,
+) -> list[Tensor]:
+    run, specs = resolve("gemm_heads", backend, a.device), (QuantSpec.decode(a_spec), QuantSpec.decode(b_spec))
+    pairs = [(decode(row), decode(col)) for row, col in zip(rowwise, colwise)]
+    operands = (a.view(specs[0].elem.dtype), a_scale, b.view(specs[1].elem.dtype), b_scale, bias)
+    return distinct(run(*operands, out_dtype=out_dtype, batch=batch, parts=list(zip(features, head_dims, pairs))))
+
+
+def _gemm_heads_fake(
+    a: Tensor,
+    a_scale: Tensor,
+    a_spec: str,
+    b: Tensor,
+    b_scale: Tensor,
+    b_spec: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    batch: int,
+    features: list[int],
+    head_dims: list[int],
+    rowwise: list[str],
+    colwise: list[str],
+    backend: str,
+) -> list[Tensor]:
+    outputs: list[Tensor] = []
+    for width, dim, row, col in zip(features, head_dims, rowwise, colwise):
+        heads = a.new_empty(batch, width // dim, a.shape[0] // batch, dim, dtype=out_dtype)
+        outputs += _quantize_heads_fake(heads, row, col, None, 0, backend)
+    return outputs
+
+
+gemm_heads = define(
+    "gemm_heads(Tensor a, Tensor a_scale, str a_spec, Tensor b, Tensor b_scale, str b_spec, Tensor? bias,"
+    " ScalarType out_dtype, SymInt batch, int[] features, int[] head_dims, str[] rowwise, str[] colwise, str backend)"
+    " -> Tensor[]",
+    _gemm_heads,
+    _gemm_heads_fake,
 )
 
 

@@ -7,7 +7,7 @@ output nobody asked for is an empty (0,) tensor. Specs cross encoded, `""` for n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
@@ -25,24 +25,29 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
     """Define an op from its schema, its implementation on every device, and its shapes; the callable op."""
     name = schema[: schema.index("(")]
     _library.define(schema)
-    _library.impl(name, _distinct(kernel) if schema.count("Tensor", schema.index("->")) > 1 else kernel, _EVERY_DEVICE)
+    _library.impl(
+        name, _with_distinct(kernel) if schema.count("Tensor", schema.index("->")) > 1 else kernel, _EVERY_DEVICE
+    )
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def _distinct(kernel: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """`kernel` with no two outputs the same object, as torch requires: one empty tensor may stand for several."""
-
+def _with_distinct(kernel: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
     @wraps(kernel)
     def run(*args: Any) -> tuple[Tensor, ...]:
-        outputs, seen = list(kernel(*args)), set()
-        for i, output in enumerate(outputs):
-            if id(output) in seen:
-                outputs[i] = output.new_empty(0)
-            seen.add(id(output))
-        return tuple(outputs)
+        return tuple(distinct(kernel(*args)))
 
     return run
+
+
+def distinct(outputs: Iterable[Tensor]) -> list[Tensor]:
+    """An op's outputs, no two the same object, as torch requires: one empty tensor may stand for several."""
+    found, seen = list(outputs), set()
+    for i, output in enumerate(found):
+        if id(output) in seen:
+            found[i] = output.new_empty(0)
+        seen.add(id(output))
+    return found
 
 
 def decode(text: str) -> QuantSpec | None:
