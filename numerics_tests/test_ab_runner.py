@@ -15,11 +15,14 @@ import typer
 from typer.testing import CliRunner
 
 from mxfp8_recipe import apply_recipe, revert
+from mxfp8_recipe.ab import config as config_module
+from mxfp8_recipe.ab import measure as measure_module
 from mxfp8_recipe.ab import runner as runner_module
 from mxfp8_recipe.ab.arms import ARMS, initial_copy, precision
 from mxfp8_recipe.ab.batches import CheckedBatches, SamplingCorrection
 from mxfp8_recipe.ab.command import ab_command
 from mxfp8_recipe.ab.config import ABConfig
+from mxfp8_recipe.ab.measure import Measurer
 from mxfp8_recipe.ab.results import ResumeError
 from mxfp8_recipe.ab.runner import ABRun, Runner
 from mxfp8_recipe.ab.training import BaseRateOffset, Diverged, Predictions, loss_of
@@ -141,8 +144,8 @@ def harmful(monkeypatch, harm) -> None:
         handles.pop().remove()
         return revert(model)
 
-    monkeypatch.setattr(runner_module, "apply_recipe", apply)
-    monkeypatch.setattr(runner_module, "revert", undo)
+    monkeypatch.setattr(measure_module, "apply_recipe", apply)
+    monkeypatch.setattr(measure_module, "revert", undo)
 
 
 def test_a_biased_logit_breaks_its_gate_with_one_seed(tmp_path, monkeypatch):
@@ -187,15 +190,15 @@ def test_bf16_that_diverges_is_an_error_not_a_verdict(tmp_path):
 
 def interrupt_after(monkeypatch, arms: int) -> None:
     finished = types.SimpleNamespace(count=0)
-    original = Runner._run_arm
+    original = Measurer.measure
 
-    def run_arm(self, *args):
+    def measure(self, *args):
         if finished.count == arms:
             raise KeyboardInterrupt
         finished.count += 1
-        original(self, *args)
+        return original(self, *args)
 
-    monkeypatch.setattr(Runner, "_run_arm", run_arm)
+    monkeypatch.setattr(Measurer, "measure", measure)
 
 
 @pytest.mark.parametrize("arms", [0, 1, 5])
@@ -209,6 +212,13 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_finishes_bitwise(tmp_path, mo
     resumed = tiny_run(tmp_path, resume=True)
     assert digests(resumed) == digests(mxfp8_run)
     assert resumed.decision == mxfp8_run.decision
+
+
+def test_processes_measure_the_same_and_pass_errors_on(tmp_path, mxfp8_run, monkeypatch):
+    monkeypatch.setattr(config_module, "cpu_count", lambda: 2 * torch.get_num_threads())
+    assert digests(tiny_run(tmp_path / "run", jobs=2)) == digests(mxfp8_run)
+    with pytest.raises(Diverged, match="arm bf16, seed 0"):
+        tiny_run(tmp_path / "exploding", model="ab_tiny:exploding", jobs=2, seeds=1)
 
 
 def test_resume_adds_seeds_and_refuses_another_configuration(tmp_path, mxfp8_run):
@@ -314,7 +324,7 @@ def command(*arguments: str):
     app = typer.Typer()
     app.command()(ab_command)
     base = ["--data", "ab_tiny:data", "--model", "ab_tiny:model", "--batch-size", "300", "--seeds", "1"]
-    return CliRunner().invoke(app, [*base, "--device", "cpu", *arguments])
+    return CliRunner().invoke(app, [*base, "--device", "cpu", "--jobs", "1", *arguments])
 
 
 @pytest.mark.parametrize(

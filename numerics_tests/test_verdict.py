@@ -137,6 +137,14 @@ def test_each_gate_can_break_alone_and_decides_at_its_worst_seed(changes, name):
     assert decide(evidence([0.0, 1e-6, -1e-6]), budget=BUDGET).outcome is Outcome.PASS
 
 
+def test_a_layer_is_not_judged_by_a_lucky_bf16_error():
+    lucky = GradientAgreement(cosine=0.99, error=0.1, bf16_error=0.0001)
+    measured = same_weights()
+    layer = measured.layers[0].model_copy(update={"gradient": lucky})
+    assert measured.layer_error_ratio(layer) == pytest.approx(0.1 / measured.gradient.bf16_error)
+    assert lucky.error_ratio() == pytest.approx(0.1 * 2**9)
+
+
 def test_every_task_must_pass():
     quiet = TaskGaps(task="ctr", mxfp8=(1e-6, -1e-6, 0.0))
     loud = TaskGaps(task="cvr", mxfp8=(0.01, -0.01, 0.0))

@@ -43,6 +43,7 @@ ARMS = (
     Arm(name="fp32", autocast=False),
     Arm(name="bf16_init_noise", init_noise=1e-4),
 )
+REFERENCE_ARM = ARMS[0]
 PLACEBOS = tuple(arm.name for arm in ARMS if arm.is_placebo)
 
 

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
+import torch
 import typer
 from rich.console import Console
 
-from mxfp8_recipe.ab.config import DEFAULT_OUT, ABConfig
+from mxfp8_recipe.ab.config import DEFAULT_OUT, ABConfig, cpu_count
 from mxfp8_recipe.ab.data import DataError
 from mxfp8_recipe.ab.html import write_html
 from mxfp8_recipe.ab.report import build_report, write_json
@@ -64,13 +65,23 @@ def ab_command(
         bool, typer.Option("--strict", help="Malformed lines and fallbacks to high precision are errors.")
     ] = False,
     offline: Annotated[bool, typer.Option("--offline", help="Download nothing.")] = False,
+    jobs: Annotated[
+        int | None, typer.Option(help="Arms measured at a time, each in a process; by default one a CPU, at most 4.")
+    ] = None,
 ) -> None:
     """Train in BF16 and MXFP8 from the same weights on the same batches: did NE or calibration move?"""
     options = dict(locals())
+    options["jobs"] = jobs or _default_jobs(device)
     out, resume = options.pop("out"), options.pop("resume")
     console = Console()
     outcome = run_check(options, out, resume=resume, console=console)
     raise typer.Exit(EXIT_CODES[outcome])
+
+
+def _default_jobs(device: str) -> int:
+    """A GPU runs one arm at a time; a CPU as many as it has cores, within reason for memory."""
+    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    return 1 if on_gpu else min(4, cpu_count())
 
 
 def run_check(options: dict[str, Any], out: Path, *, resume: bool, console: Console) -> Outcome:

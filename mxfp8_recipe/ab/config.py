@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,13 @@ from mxfp8_recipe.config import Frozen, Override, validate
 from mxfp8_recipe.recipe_files import load_overrides, load_recipe
 
 DEFAULT_OUT = Path("ab_report")
+DEFAULT_ROWS = {"synthetic": 30_000}
+"""Rows where `--rows` is not given, so that the default check takes about a minute on two cores."""
+
+
+def cpu_count() -> int:
+    """CPUs this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class ABConfig(Frozen):
@@ -36,6 +44,7 @@ class ABConfig(Frozen):
     device: str = Field(default="auto", validate_default=True)
     strict: bool = False
     offline: bool = False
+    jobs: int = Field(default=1, ge=1)
 
     @field_validator("device")
     @classmethod
@@ -53,6 +62,16 @@ class ABConfig(Frozen):
             raise ValueError(f"got {device!r}, but this torch sees no CUDA device; say --device cpu")
         return device
 
+    @property
+    def threads(self) -> int:
+        """Threads of each process that measures."""
+        return torch.get_num_threads() if self.jobs == 1 else max(1, cpu_count() // self.jobs)
+
+    @property
+    def rows_wanted(self) -> int | None:
+        """`rows`, or the default for this data; None for all there are."""
+        return self.rows or DEFAULT_ROWS.get(self.data)
+
     @classmethod
     def parse(cls, *, overrides: Path | None = None, **options: Any) -> ABConfig:
         """From command-line options; every bad one at once, in one `ValueError`. Reads the overrides file."""
@@ -63,11 +82,11 @@ class ABConfig(Frozen):
 
         The budget is left out: the same results can be judged by another. So is `seeds`: more can be added.
         """
-        options = self.model_dump(mode="json", exclude={"ne_budget", "seeds", "offline"})
+        options = self.model_dump(mode="json", exclude={"ne_budget", "seeds", "offline", "jobs"})
         return options | {
             "recipe_digest": load_recipe(self.recipe).digest,
             "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
+            "threads": self.threads,
             "machine": platform.machine(),
         }
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 
 
-def describe(device: str) -> dict[str, str]:
+def describe(device: str, threads: int) -> dict[str, str]:
     """Versions and hardware as text, in the order a reader wants them."""
     return {
         "mxfp8_recipe": _version("mxfp8-recipe"),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else _processor(),
-        "threads": f"{torch.get_num_threads()} of {os.cpu_count()} CPUs",
+        "threads": f"{threads} an arm, {os.cpu_count()} CPUs",
         "platform": platform.platform(terse=True),
         "BF16 products": "native" if device.startswith("cuda") else "emulated: operands and results rounded, FP32 sums",
     }

@@ -20,7 +20,7 @@ from mxfp8_recipe.ab.arms import ARMS, CANDIDATE, REFERENCE
 from mxfp8_recipe.ab.environment import command_line, describe
 from mxfp8_recipe.ab.results import ArmResult, Metrics
 from mxfp8_recipe.ab.runner import ABRun
-from mxfp8_recipe.monitors.records import SameWeights
+from mxfp8_recipe.monitors.records import LayerAgreement, SameWeights
 from mxfp8_recipe.monitors.verdict import Gate, Outcome
 
 METRICS = ("ne", "calibration", "ne_calibration_free", "log_loss", "auc")
@@ -53,7 +53,7 @@ def build_report(run: ABRun) -> dict[str, Any]:
             "plan": run.plan.to_dict()["layers"],
             "data": _data(run),
             "config": config.model_dump(mode="json"),
-            "environment": describe(config.device),
+            "environment": describe(config.device, config.threads),
             "command": command_line(),
             "seconds": run.seconds,
         }
@@ -148,9 +148,9 @@ def _same_weights(run: ABRun) -> dict[str, Any]:
         "logit_rms": max(t.logit_rms for t in tasks),
         "logit_mean": max((t.logit_mean for t in tasks), key=abs),
         "grad_cosine": min(m.gradient.cosine for m in measured),
-        "grad_error_ratio": max(m.gradient.error_ratio for m in measured),
+        "grad_error_ratio": max(m.gradient.error_ratio() for m in measured),
         "tasks": {task: [_agreement(m, task) for m in measured] for task in run.dataset.spec.tasks},
-        "layers": [_layer(layer) for layer in measured[0].layers],
+        "layers": [_layer(measured[0], layer) for layer in measured[0].layers],
         "seeds": [m.seed for m in measured],
     }
 
@@ -159,7 +159,7 @@ def _agreement(measured: SameWeights, task: str) -> dict[str, Any]:
     return {"seed": measured.seed, **next(t for t in measured.tasks if t.task == task).model_dump()}
 
 
-def _layer(layer: Any) -> dict[str, Any]:
+def _layer(measured: SameWeights, layer: LayerAgreement) -> dict[str, Any]:
     gradient = layer.gradient
     return {
         "layer": layer.layer,
@@ -167,7 +167,7 @@ def _layer(layer: Any) -> dict[str, Any]:
         "sqnr_db": layer.sqnr_db,
         "grad_cosine": gradient and gradient.cosine,
         "grad_error": gradient and gradient.error,
-        "grad_error_ratio": gradient and gradient.error_ratio,
+        "grad_error_ratio": measured.layer_error_ratio(layer),
     }
 
 

@@ -22,6 +22,8 @@ EMBEDDING_LEARNING_RATE = 10.0
 
 TRACE_POINTS = 40
 
+OnStep = Callable[[int, float], None]
+
 
 class Diverged(RuntimeError):
     """A loss that is no number any more; the message names arm, seed and step."""
@@ -148,14 +150,14 @@ class Trainer:
     """What all arms of a run share.
 
     Attributes:
-        on_step: called after each step with the arm, rows trained so far and the loss.
+        on_step: called after each step with the rows trained so far, all epochs, and the loss.
     """
 
     device: torch.device
     epochs: int
     learning_rate: float
     correction: SamplingCorrection
-    on_step: Callable[[Arm, int, float], None] = lambda arm, rows, loss: None
+    on_step: OnStep = lambda rows, loss: None
 
     def train(self, model: nn.Module, arm: Arm, seed: int, batches: Iterable[Batch]) -> tuple[Predictions, int]:
         """Progressive training: the predictions of the first epoch, each made before its row was trained on.
@@ -191,7 +193,7 @@ class Trainer:
                     predictions.add(logits, batch, self.correction)
                 loss.backward()
                 optimizers.step()
-                self.on_step(arm, rows, value)
+                self.on_step(rows, value)
         return predictions, step
 
     def predict(self, model: nn.Module, arm: Arm, batch: Batch) -> Tensor:

@@ -69,10 +69,9 @@ class GradientAgreement(Record):
     error: float
     bf16_error: float
 
-    @property
-    def error_ratio(self) -> float:
-        """Error in units of BF16's own, which is taken to be at least `BF16_ROUNDOFF`."""
-        return self.error / max(self.bf16_error, BF16_ROUNDOFF)
+    def error_ratio(self, at_least: float = BF16_ROUNDOFF) -> float:
+        """Error in units of BF16's own, which is taken to be at least `at_least`."""
+        return self.error / max(self.bf16_error, at_least, BF16_ROUNDOFF)
 
 
 class LayerAgreement(Record):
@@ -98,6 +97,13 @@ class SameWeights(Record):
     tasks: tuple[TaskAgreement, ...]
     layers: tuple[LayerAgreement, ...]
     gradient: GradientAgreement
+
+    def layer_error_ratio(self, layer: LayerAgreement) -> float | None:
+        """A layer's gradient error in units of BF16's own, of that layer or of the whole gradient, the larger.
+
+        BF16's error of one layer is a single draw and can be small by luck; the whole gradient's rarely is.
+        """
+        return layer.gradient and layer.gradient.error_ratio(self.gradient.bf16_error)
 
     @property
     def identical(self) -> bool:

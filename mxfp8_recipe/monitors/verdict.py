@@ -189,6 +189,8 @@ def decide(evidence: Evidence, *, budget: float = 0.001, limits: GateLimits | No
     failed = [task for task in tasks if task.outcome is Outcome.FAIL]
     open_tasks = [task for task in tasks if task.outcome is Outcome.INCONCLUSIVE]
     decided, undecided = _what_is_known(gates, tasks)
+    if evidence.interrupted:
+        undecided.append(evidence.interrupted)
     if broken or failed or evidence.diverged:
         outcome = Outcome.FAIL
         reasons = [f"MXFP8 training diverged where BF16 did not: {sentence}" for sentence in evidence.diverged]
@@ -240,13 +242,13 @@ def same_weights_gates(measured: Sequence[SameWeights], limits: GateLimits) -> t
         if segments:
             gates.append(_largest(f"{task.task}: mean logit error of a segment", segments, limits.segment_mean))
     if measured:
-        whole = [(m.gradient.error_ratio, f"seed {m.seed}") for m in measured]
+        whole = [(m.gradient.error_ratio(), f"seed {m.seed}") for m in measured]
         gates.append(_largest("gradient error over BF16's own", whole, limits.grad_error_ratio))
     layers = [
-        (layer.gradient.error_ratio, f"seed {m.seed}, {layer.layer}")
+        (ratio, f"seed {m.seed}, {layer.layer}")
         for m in measured
         for layer in m.layers
-        if layer.quantized and layer.gradient is not None
+        if layer.quantized and (ratio := m.layer_error_ratio(layer)) is not None
     ]
     if layers:
         gates.append(_largest("gradient error of a layer over BF16's own", layers, limits.layer_grad_error_ratio))

@@ -1,0 +1,172 @@
+"""Measures one arm of one seed: train, evaluate, and for the BF16 arm compare with its quantized twin."""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from mxfp8_recipe import Plan, Recipe, apply_recipe, load_recipe, plan_recipe, revert
+from mxfp8_recipe.ab.arms import CANDIDATE, REFERENCE, REFERENCE_ARM, Arm, initial_copy, precision
+from mxfp8_recipe.ab.batches import CheckedBatches, SamplingCorrection
+from mxfp8_recipe.ab.config import ABConfig
+from mxfp8_recipe.ab.data import load_dataset
+from mxfp8_recipe.ab.models import build_model
+from mxfp8_recipe.ab.results import ArmResult, TaskResult
+from mxfp8_recipe.ab.training import BaseRateOffset, Diverged, OnStep, Predictions, Trainer, loss_of
+from mxfp8_recipe.ab.types import Dataset
+from mxfp8_recipe.monitors.records import SameWeights
+from mxfp8_recipe.monitors.shadow import compare_same_weights
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One arm of one seed; `same_weights` comes with the BF16 arm."""
+
+    result: ArmResult
+    same_weights: SameWeights | None = None
+
+
+class Measurer:
+    """Everything that measuring needs besides a seed and an arm. Measurements are independent of each other.
+
+    Raises:
+        ValueError, TypeError, OSError: on construction, for whatever is wrong with the request: data, model,
+            recipe and overrides are all tried before anything trains.
+    """
+
+    def __init__(self, config: ABConfig) -> None:
+        self.config = config
+        self.device = torch.device(config.device)
+        self.recipe: Recipe = load_recipe(config.recipe)
+        # The data's seed stays 0: seeds change the model, never the rows.
+        self.dataset: Dataset = load_dataset(
+            config.data,
+            rows=config.rows_wanted,
+            strict=config.strict,
+            weight_column=config.weight_column,
+            negative_sampling_rate=config.negative_sampling_rate,
+            offline=config.offline,
+        )
+        self.plan: Plan = plan_recipe(self._initial_model(0), self.recipe, overrides=config.overrides)
+        self.correction = SamplingCorrection(config.negative_sampling_rate)
+        self.train_rows = CheckedBatches(self.dataset, "train", config.batch_size)
+        self.heldout_rows = CheckedBatches(self.dataset, "heldout", config.batch_size)
+        self._offset: BaseRateOffset | None = None
+
+    def measure(self, seed: int, arm: Arm, on_step: OnStep) -> Measured:
+        """Train the arm from the seed's weights and evaluate it.
+
+        Args:
+            seed: of the initial weights and of any dropout.
+            arm: the precision.
+            on_step: told of rows trained so far (all epochs) and the loss, after each step.
+
+        Raises:
+            DataError: rows that cannot be used.
+            Diverged: an arm other than MXFP8's lost its numbers, which no recipe is to blame for.
+        """
+        trainer = Trainer(
+            device=self.device,
+            epochs=self.config.epochs,
+            learning_rate=self.config.learning_rate,
+            correction=self.correction,
+            on_step=on_step,
+        )
+        start = time.monotonic()
+        model = initial_copy(self._started_model(seed), arm, seed)
+        if arm.quantized:
+            apply_recipe(model, self.recipe, overrides=self.config.overrides)
+        try:
+            progressive, steps = trainer.train(model, arm, seed, self.train_rows)
+        except Diverged as error:
+            if arm.name != CANDIDATE:
+                raise
+            return Measured(self._divergence(arm, seed, str(error), time.monotonic() - start))
+        trained = trainer.evaluate(model, arm, self.heldout_rows)
+        if arm.quantized:
+            revert(model)
+        serves_as_trained = arm.autocast and not arm.quantized
+        served = trained if serves_as_trained else trainer.evaluate(model, REFERENCE_ARM, self.heldout_rows)
+        same_weights = self._compare(model, seed) if arm.name == REFERENCE else None
+        seconds = time.monotonic() - start
+        return Measured(self._result(arm, seed, steps, seconds, progressive, trained, served), same_weights)
+
+    def _initial_model(self, seed: int) -> nn.Module:
+        """The seed's model before any arm touches it, on the device."""
+        torch.manual_seed(seed)
+        return build_model(self.config.model, self.dataset.spec).to(self.device)
+
+    def _started_model(self, seed: int) -> nn.Module:
+        """`_initial_model` that starts from the base rate."""
+        self._offset = self._offset or BaseRateOffset(self.train_rows)
+        model = self._initial_model(seed)
+        model.register_forward_hook(self._offset)
+        return model
+
+    def _compare(self, model: nn.Module, seed: int) -> SameWeights:
+        """Same-weights comparison of the BF16-trained model with its quantized twin."""
+        twin = copy.deepcopy(model)
+        apply_recipe(twin, self.recipe, overrides=self.config.overrides)
+        return compare_same_weights(
+            model,
+            twin,
+            (batch.to(self.device) for batch in self.heldout_rows),
+            tasks=self.dataset.spec.tasks,
+            seed=seed,
+            precision=partial(precision, self.device, autocast=True),
+            loss=loss_of,
+            judge=lambda logits, batch: (self.correction.logits(logits), self.correction.weights(batch)),
+        )
+
+    def _result(
+        self,
+        arm: Arm,
+        seed: int,
+        steps: int,
+        seconds: float,
+        progressive: Predictions,
+        trained: Predictions,
+        served: Predictions,
+    ) -> ArmResult:
+        tasks = []
+        for column, task in enumerate(self.dataset.spec.tasks):
+            trace = progressive.trace(column)
+            tasks.append(
+                TaskResult(
+                    task=task,
+                    served=served.metrics(column),
+                    trained=trained.metrics(column),
+                    progressive=progressive.metrics(column),
+                    ne_windowed=trace[-1][1],
+                    trace=trace,
+                    curve=served.curve(column),
+                )
+            )
+        return ArmResult(
+            arm=arm.name,
+            seed=seed,
+            steps=steps,
+            train_rows=self.train_rows.rows or 0,
+            heldout_rows=self.heldout_rows.rows or 0,
+            window_rows=progressive.window_rows(),
+            seconds=seconds,
+            tasks=tuple(tasks),
+            digests={"served": served.digest, "trained": trained.digest, "progressive": progressive.digest},
+        )
+
+    def _divergence(self, arm: Arm, seed: int, message: str, seconds: float) -> ArmResult:
+        return ArmResult(
+            arm=arm.name,
+            seed=seed,
+            steps=0,
+            train_rows=self.train_rows.rows or 0,
+            heldout_rows=self.heldout_rows.rows or 0,
+            window_rows=0,
+            seconds=seconds,
+            diverged=message,
+        )
