@@ -79,26 +79,19 @@ def act(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def act_and_slope(x, KIND: tl.constexpr):
-    """`(act(x), act'(x))`; what is not used costs nothing."""
+def slope(x, KIND: tl.constexpr):
+    """`act'(x)`."""
     if KIND == "relu":
-        y = tl.where(x <= 0, 0.0, x)
-        slope = tl.where(x <= 0, 0.0, 1.0)
+        d = tl.where(x <= 0, 0.0, 1.0)
     elif KIND == "relu2":
-        rectified = tl.where(x <= 0, 0.0, x)
-        y = rectified * rectified
-        slope = 2.0 * rectified
+        d = 2.0 * tl.where(x <= 0, 0.0, x)
     elif KIND == "silu":
         s = sigmoid(x)
-        y = x * s
-        slope = s * tl.fma(x, 1.0 - s, 1.0)
+        d = s * tl.fma(x, 1.0 - s, 1.0)
     elif KIND == "gelu":
         tail, bell = normal_tail(x)
-        y = tl.fma(-tl.abs(x), tail, tl.maximum(x, 0.0))
-        cdf = tl.where(x > 0, 1.0 - tail, tail)
-        slope = tl.fma(x * bell, 0.3989422804014327, cdf)
+        d = tl.fma(x * bell, 0.3989422804014327, tl.where(x > 0, 1.0 - tail, tail))
     else:
         s = sigmoid(tanh_argument(x))
-        y = x * s
-        slope = s * tl.fma(x * tl.fma(x * x, 0.21406443846156, 1.5957691216057308), 1.0 - s, 1.0)
-    return y, slope
+        d = s * tl.fma(x * tl.fma(x * x, 0.21406443846156, 1.5957691216057308), 1.0 - s, 1.0)
+    return d

@@ -174,16 +174,6 @@ def load_words(ptr, rows, row0, col0, M, K2, LD2, C2: tl.constexpr):
 
 
 @triton.jit
-def load_tile(ptr, row0, col0, M, K2, LD2, REPS: tl.constexpr):
-    """The four (32, 64) subtiles of words of a 128 x 128 tile."""
-    w0 = load_words(ptr, row_index(0, REPS), row0, col0, M, K2, LD2, 64)
-    w1 = load_words(ptr, row_index(1, REPS), row0, col0, M, K2, LD2, 64)
-    w2 = load_words(ptr, row_index(2, REPS), row0, col0, M, K2, LD2, 64)
-    w3 = load_words(ptr, row_index(3, REPS), row0, col0, M, K2, LD2, 64)
-    return w0, w1, w2, w3
-
-
-@triton.jit
 def store_rows(value, rows, row0, col0, M, K2, ptr):
     """Store words (R, C2) at tokens `row0 + rows`, features from col0, of an (M, K2)-word matrix."""
     store_rows_until(value, rows, row0, col0, M, K2, K2, ptr)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from ._activation_math import act, act_and_slope
+from ._activation_math import act, slope
 from ._device import emit_columns, emit_rows, emit_tile, load_words, pack, row_index, store_rows, store_rows_until, unpack
 from .launch import DTYPES, dense_rows, plan_emission, words
 from .norm_quantize import sum_strips
@@ -93,25 +93,59 @@ def activation_tile_kernel(
 
 
 @triton.jit
-def gradients(
+def gradient(
     g_ptr, up_ptr, x_ptr, rows, row0, col0, M, K2, LDG2, LDU2, LDX2,
-    KIND: tl.constexpr, GATED: tl.constexpr, DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, HIGH: tl.constexpr,
+    OF_UP: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, DTYPE: tl.constexpr, G_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Words of `(d inner, d up, y)` of one subtile: inner is what the activation applies to."""
+    """Words of the gradient of one subtile, of up or of inner (what the activation applies to)."""
     lo, hi = unpack(load_words(x_ptr, rows, row0, col0, M, K2, LDX2, 64), DTYPE)
     g_lo, g_hi = unpack(load_words(g_ptr, rows, row0, col0, M, K2, LDG2, 64), G_DTYPE)
-    y_lo, slope_lo = act_and_slope(lo, KIND)
-    y_hi, slope_hi = act_and_slope(hi, KIND)
-    if GATED:
-        up_lo, up_hi = unpack(load_words(up_ptr, rows, row0, col0, M, K2, LDU2, 64), DTYPE)
-        dup = pack(g_lo * y_lo, g_hi * y_hi, DTYPE)
-        dinner = pack(g_lo * up_lo * slope_lo, g_hi * up_hi * slope_hi, DTYPE)
-        y = pack(y_lo * up_lo, y_hi * up_hi, HIGH)
+    if OF_UP:
+        d = pack(g_lo * act(lo, KIND), g_hi * act(hi, KIND), DTYPE)
     else:
-        dinner = pack(g_lo * slope_lo, g_hi * slope_hi, DTYPE)
-        dup = dinner
-        y = pack(y_lo, y_hi, HIGH)
-    return dinner, dup, y
+        if GATED:
+            up_lo, up_hi = unpack(load_words(up_ptr, rows, row0, col0, M, K2, LDU2, 64), DTYPE)
+            g_lo, g_hi = g_lo * up_lo, g_hi * up_hi
+        d = pack(g_lo * slope(lo, KIND), g_hi * slope(hi, KIND), DTYPE)
+    return d
+
+
+@triton.jit
+def emit_gradient(
+    g_ptr, up_ptr, x_ptr, high_ptr, line_ptr, q_ptr, s_ptr, qt_ptr, st_ptr,
+    row0, col0, out0, M, K2, OUT2, LDG2, LDU2, LDX2, MT,
+    OF_UP: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, EMIT_HIGH: tl.constexpr, BIAS: tl.constexpr,
+    DTYPE: tl.constexpr, G_DTYPE: tl.constexpr,
+    R_BR: tl.constexpr, R_BC: tl.constexpr, R_E5: tl.constexpr, R_FLOOR: tl.constexpr, R_ALIGNED: tl.constexpr,
+    C_BR: tl.constexpr, C_BC: tl.constexpr, C_E5: tl.constexpr, C_FLOOR: tl.constexpr, C_ALIGNED: tl.constexpr,
+    T_ALIGN: tl.constexpr, SWIZZLED: tl.constexpr, REPS: tl.constexpr,
+):  # fmt: skip
+    """One gradient of the tile at (row0, col0), from loads of its own, to column out0 of its (M, OUT2)-word outputs."""
+    r0, r1, r2, r3 = row_index(0, REPS), row_index(1, REPS), row_index(2, REPS), row_index(3, REPS)
+    d0 = gradient(
+        g_ptr, up_ptr, x_ptr, r0, row0, col0, M, K2, LDG2, LDU2, LDX2, OF_UP, KIND, GATED, DTYPE, G_DTYPE
+    )  # fmt: skip
+    d1 = gradient(
+        g_ptr, up_ptr, x_ptr, r1, row0, col0, M, K2, LDG2, LDU2, LDX2, OF_UP, KIND, GATED, DTYPE, G_DTYPE
+    )  # fmt: skip
+    d2 = gradient(
+        g_ptr, up_ptr, x_ptr, r2, row0, col0, M, K2, LDG2, LDU2, LDX2, OF_UP, KIND, GATED, DTYPE, G_DTYPE
+    )  # fmt: skip
+    d3 = gradient(
+        g_ptr, up_ptr, x_ptr, r3, row0, col0, M, K2, LDG2, LDU2, LDX2, OF_UP, KIND, GATED, DTYPE, G_DTYPE
+    )  # fmt: skip
+    if EMIT_HIGH:
+        end = out0 // 2 - col0 // 2 + K2
+        store_rows_until(d0, r0, row0, out0, M, OUT2, end, high_ptr)
+        store_rows_until(d1, r1, row0, out0, M, OUT2, end, high_ptr)
+        store_rows_until(d2, r2, row0, out0, M, OUT2, end, high_ptr)
+        store_rows_until(d3, r3, row0, out0, M, OUT2, end, high_ptr)
+    if BIAS:
+        sum_tokens(d0, d1, d2, d3, line_ptr, col0, K2 * 2, DTYPE)
+    emit_tile(
+        d0, d1, d2, d3, row0, out0, M, OUT2, MT, q_ptr, s_ptr, qt_ptr, st_ptr, DTYPE,
+        R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN, SWIZZLED, REPS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -138,60 +172,44 @@ def activation_backward_kernel(
     A_BR: tl.constexpr, A_BC: tl.constexpr, A_E5: tl.constexpr, A_FLOOR: tl.constexpr,
     T_ALIGN: tl.constexpr, SWIZZLED: tl.constexpr, REPS: tl.constexpr,
 ):  # fmt: skip
-    """One 128 x 128 tile. The gradient of `inner` goes to (M, 8 * OUT8) outputs at column 0, that of `up` to outputs of
+    """One output of a 128 x 128 tile; consecutive programs make the tile's other outputs and find its inputs in the L2
+    cache, since several outputs at a time would not fit the registers. The gradient of `inner` goes to (M, 8 * OUT8) outputs at column 0, that of `up` to outputs of
     the same width at column 8 * UP_OFFSET8: the second half of the same matrix, or the start of another.
     `partial` is (strips, [sums of inner K | sums of up K])."""
     K2 = K8 * 4
     chunks = tl.cdiv(K8, 16)
-    strip = tl.program_id(0) // chunks
+    OUTPUTS: tl.constexpr = 1 + (1 if GATED else 0) + (1 if A_BR > 0 else 0)
+    output = tl.program_id(0) % OUTPUTS
+    strip = tl.program_id(0) // OUTPUTS // chunks
     row0 = strip.to(tl.int64) * 128
-    col0 = (tl.program_id(0) % chunks) * 128
+    col0 = (tl.program_id(0) // OUTPUTS % chunks) * 128
     up0 = col0 + UP_OFFSET8 * 8
-    r0, r1, r2, r3 = row_index(0, REPS), row_index(1, REPS), row_index(2, REPS), row_index(3, REPS)
     LDG2 = LDG8 * 4
     LDU2 = LDU8 * 4
     LDX2 = LDX8 * 4
     OUT2 = OUT8 * 4
-    x0, u0, y0 = gradients(
-        g_ptr, up_ptr, x_ptr, r0, row0, col0, M, K2, LDG2, LDU2, LDX2, KIND, GATED, DTYPE, G_DTYPE, HIGH
-    )
-    x1, u1, y1 = gradients(
-        g_ptr, up_ptr, x_ptr, r1, row0, col0, M, K2, LDG2, LDU2, LDX2, KIND, GATED, DTYPE, G_DTYPE, HIGH
-    )
-    x2, u2, y2 = gradients(
-        g_ptr, up_ptr, x_ptr, r2, row0, col0, M, K2, LDG2, LDU2, LDX2, KIND, GATED, DTYPE, G_DTYPE, HIGH
-    )
-    x3, u3, y3 = gradients(
-        g_ptr, up_ptr, x_ptr, r3, row0, col0, M, K2, LDG2, LDU2, LDX2, KIND, GATED, DTYPE, G_DTYPE, HIGH
-    )
-    if A_BR > 0:
+    line = partial_ptr + strip.to(tl.int64) * (K8 * 8 * (1 + GATED))
+    if output == 0:
+        emit_gradient(
+            g_ptr, up_ptr, x_ptr, dx_ptr, line, q_ptr, s_ptr, qt_ptr, st_ptr,
+            row0, col0, col0, M, K2, OUT2, LDG2, LDU2, LDX2, MT, False, KIND, GATED, EMIT_HIGH, BIAS, DTYPE, G_DTYPE,
+            R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN, SWIZZLED, REPS,
+        )  # fmt: skip
+    elif GATED and output == 1:
+        emit_gradient(
+            g_ptr, up_ptr, x_ptr, dup_ptr, line + K8 * 8, uq_ptr, us_ptr, uqt_ptr, ust_ptr,
+            row0, col0, up0, M, K2, OUT2, LDG2, LDU2, LDX2, MT, True, KIND, GATED, EMIT_HIGH, BIAS, DTYPE, G_DTYPE,
+            R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN, SWIZZLED, REPS,
+        )  # fmt: skip
+    elif A_BR > 0:
+        r0, r1, r2, r3 = row_index(0, REPS), row_index(1, REPS), row_index(2, REPS), row_index(3, REPS)
+        y0 = activated(up_ptr, x_ptr, r0, row0, col0, M, K2, LDU2, LDX2, KIND, GATED, DTYPE, HIGH, 64)
+        y1 = activated(up_ptr, x_ptr, r1, row0, col0, M, K2, LDU2, LDX2, KIND, GATED, DTYPE, HIGH, 64)
+        y2 = activated(up_ptr, x_ptr, r2, row0, col0, M, K2, LDU2, LDX2, KIND, GATED, DTYPE, HIGH, 64)
+        y3 = activated(up_ptr, x_ptr, r3, row0, col0, M, K2, LDU2, LDX2, KIND, GATED, DTYPE, HIGH, 64)
         emit_columns(
             y0, y1, y2, y3, row0, col0, K2, MT, at_ptr, ast_ptr, HIGH,
             A_BR, A_BC, A_E5, A_FLOOR, C_ALIGNED, T_ALIGN, SWIZZLED, REPS,
-        )  # fmt: skip
-    line = partial_ptr + strip.to(tl.int64) * (K8 * 8 * (1 + GATED))
-    if EMIT_HIGH:
-        store_rows_until(x0, r0, row0, col0, M, OUT2, K2, dx_ptr)
-        store_rows_until(x1, r1, row0, col0, M, OUT2, K2, dx_ptr)
-        store_rows_until(x2, r2, row0, col0, M, OUT2, K2, dx_ptr)
-        store_rows_until(x3, r3, row0, col0, M, OUT2, K2, dx_ptr)
-    if BIAS:
-        sum_tokens(x0, x1, x2, x3, line, col0, K8 * 8, DTYPE)
-    emit_tile(
-        x0, x1, x2, x3, row0, col0, M, OUT2, MT, q_ptr, s_ptr, qt_ptr, st_ptr, DTYPE,
-        R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN, SWIZZLED, REPS,
-    )  # fmt: skip
-    if GATED:
-        if EMIT_HIGH:
-            store_rows_until(u0, r0, row0, up0, M, OUT2, K2 + UP_OFFSET8 * 4, dup_ptr)
-            store_rows_until(u1, r1, row0, up0, M, OUT2, K2 + UP_OFFSET8 * 4, dup_ptr)
-            store_rows_until(u2, r2, row0, up0, M, OUT2, K2 + UP_OFFSET8 * 4, dup_ptr)
-            store_rows_until(u3, r3, row0, up0, M, OUT2, K2 + UP_OFFSET8 * 4, dup_ptr)
-        if BIAS:
-            sum_tokens(u0, u1, u2, u3, line + K8 * 8, col0, K8 * 8, DTYPE)
-        emit_tile(
-            u0, u1, u2, u3, row0, up0, M, OUT2, MT, uq_ptr, us_ptr, uqt_ptr, ust_ptr, DTYPE,
-            R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN, SWIZZLED, REPS,
         )  # fmt: skip
 
 
@@ -323,7 +341,8 @@ def _launch_backward(
     partial = torch.empty(-(-rows // 128), sums, dtype=torch.float32, device=inner.device)
     tile = launch.activation_backward_config(up is not None)
     act_flags = {f"A_{name}": act_plan.flags[f"C_{name}"] for name in ("BR", "BC", "E5", "FLOOR")}
-    activation_backward_kernel[(-(-rows // 128) * -(-cols // 128),)](
+    outputs = 1 + (up is not None) + (act_flags["A_BR"] > 0)
+    activation_backward_kernel[(outputs * -(-rows // 128) * -(-cols // 128),)](
         words(grad_y), words(other), words(inner), words(dinner), words(dinner if packed else dup), partial,
         *plan.pointers, *(plan if packed else up_plan).pointers, *act_plan.pointers[2:],
         rows, cols // 8, grad_y.stride(0) // 8, other.stride(0) // 8, inner.stride(0) // 8,

@@ -18,28 +18,20 @@ from .spec import Elem, QuantSpec, Rounding, ScaleRounding
 
 TOKENS = 128
 LANES = 32
-SUMMING = 4
-"""Programs that share the row sums of a strip of 128 tokens."""
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TileConfig:
-    """A program covers 128 tokens x 128 features, `run` times side by side, with `warps` warps."""
+    """A program covers 128 tokens x 128 features with `warps` warps."""
 
     warps: int
-    run: int = 4
     options: dict[str, int] = field(default_factory=dict)
 
     def reps(self, itemsize: int) -> int:
         """Groups of four consecutive tokens a thread holds, given 16-byte loads of the widest input."""
         rows_a_pass = self.warps * LANES * (16 // itemsize) // 128
         return max(1, 32 // rows_a_pass) if rows_a_pass else 32
-
-
-    def runs(self, features: int) -> int:
-        """Programs it takes for a row."""
-        return -(-features // (128 * self.run))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +44,9 @@ class RowConfig:
     run: int = 1
 
 
-def quantize_tile_config() -> TileConfig:
-    return TileConfig(warps=8)
+def quantize_tile_config(shared_rows: bool) -> TileConfig:
+    """`shared_rows`: no 1 x N row-wise tile, so few registers: three programs of 8 warps fit a multiprocessor."""
+    return TileConfig(warps=8 if shared_rows else 4)
 
 
 def row_config(features: int, *, elements: int = 8192, warps: int = 4, max_cols: int = 512) -> RowConfig:
@@ -66,16 +59,20 @@ def norm_row_config(features: int) -> RowConfig | None:
     cols = max(128, next_power_of_2(features))
     if cols > 16384:
         return None
-    warps = 4 if cols <= 2048 else 8 if cols <= 8192 else 16
+    if cols <= 512:
+        return RowConfig(rows=2048 // cols, cols=cols, warps=1)
+    if cols <= 1024:
+        return RowConfig(rows=2, cols=cols, warps=2)
+    warps = 4 if cols <= 4096 else 8 if cols <= 8192 else 16
     return RowConfig(rows=max(1, warps * 1024 // cols), cols=cols, warps=warps)
 
 
-def norm_tile_config() -> TileConfig:
-    return TileConfig(warps=8)
+def norm_tile_config(shared_rows: bool) -> TileConfig:
+    return TileConfig(warps=8, options={"maxnreg": 80} if shared_rows else {})
 
 
 def norm_backward_config() -> TileConfig:
-    return TileConfig(warps=8)
+    return TileConfig(warps=8, options={"maxnreg": 128})
 
 
 def activation_row_config(features: int) -> RowConfig:
@@ -109,19 +106,24 @@ class Roles:
     flags: dict[str, int]
 
 
-def plan_roles(like: Tensor, tile: TileConfig, elements: int) -> Roles:
-    """`elements`: how many a summing program of 8 warps holds at a time."""
+def summing_programs(features: int) -> int:
+    """Programs that share the row statistics of a strip, so that one reads about what a tile program does."""
+    return min(TOKENS, max(4, next_power_of_2(features) // 256))
+
+
+def plan_roles(like: Tensor, tile: TileConfig, elements: int, summing: int) -> Roles:
+    """`elements`: how many a summing program of 8 warps holds at a time; `summing`: such programs a strip."""
     rows, cols = like.shape
-    strips, runs = -(-rows // TOKENS), tile.runs(cols)
+    strips, chunks = -(-rows // TOKENS), -(-cols // 128)
     width = max(128, next_power_of_2(cols))
-    lead = min(strips, -(-LEAD_PROGRAMS // (SUMMING + runs)))
-    held = min(TOKENS // SUMMING, max(1, elements * tile.warps // 8 // width))
+    lead = min(strips, -(-LEAD_PROGRAMS // (summing + chunks)))
+    held = min(TOKENS // summing, max(1, elements * tile.warps // 8 // width))
     return Roles(
-        programs=(strips + lead) * (SUMMING + runs),
+        programs=(strips + lead) * (summing + chunks),
         strips=strips,
         lead=lead,
         counter=torch.zeros(strips, dtype=torch.int32, device=like.device),
-        flags={"LOG2": (width // 128).bit_length() - 1, "R": held},
+        flags={"LOG2": (width // 128).bit_length() - 1, "R": held, "SUMMING": summing},
     )
 
 
@@ -142,6 +144,11 @@ class Emission:
     @property
     def any(self) -> bool:
         return self.flags["R_BR"] > 0 or self.flags["C_BR"] > 0
+
+    @property
+    def shared_rows(self) -> bool:
+        """No row has a scale of its own."""
+        return self.flags["R_BR"] != 1
 
     @property
     def rows_alone(self) -> bool:

@@ -4,7 +4,7 @@ Forward moves itemsize bytes in and 1 + 1/32 out per element and orientation. Ro
 rows. A transpose needs 128 tokens at a time, which as whole rows do not fit a multiprocessor: there, programs that
 take row statistics run some strips of 128 tokens ahead of programs that hold 128 x 128 tiles (`_row_stats`), and
 the second read of x comes from the L2 cache.
-Backward has the same two roles: row sums, with the sums of dweight and dbias over 32 tokens, then dx and its MXFP8. A
+Backward has the same two roles: row sums, with the sums of dweight and dbias over 32 tokens each, then dx and its MXFP8. A
 second launch adds up the partial weight gradients in a fixed order.
 Results equal `reference_ops` within one unit in the last place of the rounded dtype; given the same rounded y, bitwise.
 """
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from ._device import emit_rows, emit_tile, load_tile, load_words, pack, row_index, store_rows, unpack
+from ._device import emit_rows, emit_tile, load_words, pack, row_index, store_rows, unpack
 from ._row_stats import (
     announce,
     await_rows,
@@ -33,7 +33,6 @@ from .quantize import quantize_both
 from .reference_ops import NORM_KINDS, check_kind, check_matrix, check_same, empty
 from .spec import QuantSpec
 
-SUMMING = tl.constexpr(launch.SUMMING)
 
 SCALARS = ["M", "K8", "LD8", "LDR8", "LDG8", "MT", "LEAD", "eps"]
 
@@ -142,15 +141,14 @@ def norm_tile_kernel(
     R_BR: tl.constexpr, R_BC: tl.constexpr, R_E5: tl.constexpr, R_FLOOR: tl.constexpr, R_ALIGNED: tl.constexpr,
     C_BR: tl.constexpr, C_BC: tl.constexpr, C_E5: tl.constexpr, C_FLOOR: tl.constexpr, C_ALIGNED: tl.constexpr,
     T_ALIGN: tl.constexpr, SWIZZLED: tl.constexpr, REPS: tl.constexpr, LOG2: tl.constexpr,
-    R: tl.constexpr, RUN: tl.constexpr,
+    R: tl.constexpr, SUMMING: tl.constexpr,
 ):  # fmt: skip
-    """Of every `SUMMING + runs` programs the first ones take the statistics of 32 rows each of strip u, R rows of
-    128 * 2**LOG2 >= K features at a time; the others up to RUN tiles of 128 x 128 each of strip u - LEAD."""
+    """Of every `SUMMING + chunks` programs the first ones take the statistics of strip u, each of as many rows, R rows
+    of 128 * 2**LOG2 >= K features at a time; the others a 128 x 128 tile each of strip u - LEAD."""
     K2 = K8 * 4
     chunks = tl.cdiv(K8, 16)
-    runs = tl.cdiv(chunks, RUN)
-    u = tl.program_id(0) // (SUMMING + runs)
-    role = tl.program_id(0) % (SUMMING + runs)
+    u = tl.program_id(0) // (SUMMING + chunks)
+    role = tl.program_id(0) % (SUMMING + chunks)
     if role < SUMMING:
         if u * 128 < M:
             for start in range(0, 128 // SUMMING, R):
@@ -169,9 +167,10 @@ def norm_tile_kernel(
     elif u >= LEAD:
         strip = u - LEAD
         row0 = strip.to(tl.int64) * 128
-        first = (role - SUMMING) * RUN
-        last = tl.minimum(first + RUN, chunks)
+        col0 = (role - SUMMING) * 128
         r0, r1, r2, r3 = row_index(0, REPS), row_index(1, REPS), row_index(2, REPS), row_index(3, REPS)
+        w_lo, w_hi = load_feature(w_ptr, col0, K2, 1.0, WEIGHT, W_DTYPE, 64)
+        b_lo, b_hi = load_feature(b_ptr, col0, K2, 0.0, BIAS, B_DTYPE, 64)
         if RES:  # h is another program's output
             await_rows(counter_ptr, strip, SUMMING)
             source = h_ptr
@@ -179,7 +178,10 @@ def norm_tile_kernel(
         else:
             source = x_ptr
             stride = LD8 * 4
-        h0, h1, h2, h3 = load_tile(source, row0, first * 128, M, K2, stride, REPS)
+        h0 = load_words(source, r0, row0, col0, M, K2, stride, 64)
+        h1 = load_words(source, r1, row0, col0, M, K2, stride, 64)
+        h2 = load_words(source, r2, row0, col0, M, K2, stride, 64)
+        h3 = load_words(source, r3, row0, col0, M, K2, stride, 64)
         if not RES:
             await_rows(counter_ptr, strip, SUMMING)
         i0, i1 = row_stat(rstd_ptr, row0, r0, M), row_stat(rstd_ptr, row0, r1, M)
@@ -188,26 +190,19 @@ def norm_tile_kernel(
         if LAYER:
             m0, m1 = row_stat(mean_ptr, row0, r0, M), row_stat(mean_ptr, row0, r1, M)
             m2, m3 = row_stat(mean_ptr, row0, r2, M), row_stat(mean_ptr, row0, r3, M)
-        for chunk in range(first, last):
-            col0 = chunk * 128
-            w_lo, w_hi = load_feature(w_ptr, col0, K2, 1.0, WEIGHT, W_DTYPE, 64)
-            b_lo, b_hi = load_feature(b_ptr, col0, K2, 0.0, BIAS, B_DTYPE, 64)
-            end = tl.where(chunk + 1 < last, M, 0)
-            n0, n1, n2, n3 = load_tile(source, row0, col0 + 128, end, K2, stride, REPS)
-            y0 = normalize(h0, m0, i0, w_lo, w_hi, b_lo, b_hi, (row0 + r0) < M, LAYER, WEIGHT, BIAS, DTYPE, HIGH)
-            y1 = normalize(h1, m1, i1, w_lo, w_hi, b_lo, b_hi, (row0 + r1) < M, LAYER, WEIGHT, BIAS, DTYPE, HIGH)
-            y2 = normalize(h2, m2, i2, w_lo, w_hi, b_lo, b_hi, (row0 + r2) < M, LAYER, WEIGHT, BIAS, DTYPE, HIGH)
-            y3 = normalize(h3, m3, i3, w_lo, w_hi, b_lo, b_hi, (row0 + r3) < M, LAYER, WEIGHT, BIAS, DTYPE, HIGH)
-            if EMIT_HIGH:
-                store_rows(y0, r0, row0, col0, M, K2, y_ptr)
-                store_rows(y1, r1, row0, col0, M, K2, y_ptr)
-                store_rows(y2, r2, row0, col0, M, K2, y_ptr)
-                store_rows(y3, r3, row0, col0, M, K2, y_ptr)
-            emit_tile(
-                y0, y1, y2, y3, row0, col0, M, K2, MT, q_ptr, s_ptr, qt_ptr, st_ptr, HIGH,
-                R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN, SWIZZLED, REPS,
-            )  # fmt: skip
-            h0, h1, h2, h3 = n0, n1, n2, n3
+        y0 = normalize(h0, m0, i0, w_lo, w_hi, b_lo, b_hi, (row0 + r0) < M, LAYER, WEIGHT, BIAS, DTYPE, HIGH)
+        y1 = normalize(h1, m1, i1, w_lo, w_hi, b_lo, b_hi, (row0 + r1) < M, LAYER, WEIGHT, BIAS, DTYPE, HIGH)
+        y2 = normalize(h2, m2, i2, w_lo, w_hi, b_lo, b_hi, (row0 + r2) < M, LAYER, WEIGHT, BIAS, DTYPE, HIGH)
+        y3 = normalize(h3, m3, i3, w_lo, w_hi, b_lo, b_hi, (row0 + r3) < M, LAYER, WEIGHT, BIAS, DTYPE, HIGH)
+        if EMIT_HIGH:
+            store_rows(y0, r0, row0, col0, M, K2, y_ptr)
+            store_rows(y1, r1, row0, col0, M, K2, y_ptr)
+            store_rows(y2, r2, row0, col0, M, K2, y_ptr)
+            store_rows(y3, r3, row0, col0, M, K2, y_ptr)
+        emit_tile(
+            y0, y1, y2, y3, row0, col0, M, K2, MT, q_ptr, s_ptr, qt_ptr, st_ptr, HIGH,
+            R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN, SWIZZLED, REPS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -306,14 +301,13 @@ def norm_backward_kernel(
     R_BR: tl.constexpr, R_BC: tl.constexpr, R_E5: tl.constexpr, R_FLOOR: tl.constexpr, R_ALIGNED: tl.constexpr,
     C_BR: tl.constexpr, C_BC: tl.constexpr, C_E5: tl.constexpr, C_FLOOR: tl.constexpr, C_ALIGNED: tl.constexpr,
     T_ALIGN: tl.constexpr, SWIZZLED: tl.constexpr, REPS: tl.constexpr, LOG2: tl.constexpr,
-    R: tl.constexpr, RUN: tl.constexpr,
+    R: tl.constexpr, SUMMING: tl.constexpr,
 ):  # fmt: skip
     """Roles as in `norm_tile_kernel`. `partial` is (SUMMING * strips, [dweight K | dbias K])."""
     K2 = K8 * 4
     chunks = tl.cdiv(K8, 16)
-    runs = tl.cdiv(chunks, RUN)
-    u = tl.program_id(0) // (SUMMING + runs)
-    role = tl.program_id(0) % (SUMMING + runs)
+    u = tl.program_id(0) // (SUMMING + chunks)
+    role = tl.program_id(0) % (SUMMING + chunks)
     if role < SUMMING:
         if u * 128 < M:
             w_lo, w_hi = load_feature(w_ptr, 0, K2, 1.0, WEIGHT, W_DTYPE, 64 << LOG2)
@@ -327,36 +321,34 @@ def norm_backward_kernel(
     elif u >= LEAD:
         strip = u - LEAD
         row0 = strip.to(tl.int64) * 128
-        first = (role - SUMMING) * RUN
+        col0 = (role - SUMMING) * 128
         r0, r1, r2, r3 = row_index(0, REPS), row_index(1, REPS), row_index(2, REPS), row_index(3, REPS)
+        w_lo, w_hi = load_feature(w_ptr, col0, K2, 1.0, WEIGHT, W_DTYPE, 64)
         await_rows(counter_ptr, strip, SUMMING)
-        for chunk in range(first, tl.minimum(first + RUN, chunks)):
-            col0 = chunk * 128
-            w_lo, w_hi = load_feature(w_ptr, col0, K2, 1.0, WEIGHT, W_DTYPE, 64)
-            x0 = grad_input(
-                g_ptr, h_ptr, mean_ptr, rstd_ptr, dot_ptr, total_ptr, res_ptr, w_lo, w_hi, r0, row0, col0, M, K2,
-                LDG8 * 4, LD8 * 4, LDR8 * 4, LAYER, RES, WEIGHT, DTYPE, G_DTYPE, RES_DTYPE,
-            )  # fmt: skip
-            x1 = grad_input(
-                g_ptr, h_ptr, mean_ptr, rstd_ptr, dot_ptr, total_ptr, res_ptr, w_lo, w_hi, r1, row0, col0, M, K2,
-                LDG8 * 4, LD8 * 4, LDR8 * 4, LAYER, RES, WEIGHT, DTYPE, G_DTYPE, RES_DTYPE,
-            )  # fmt: skip
-            x2 = grad_input(
-                g_ptr, h_ptr, mean_ptr, rstd_ptr, dot_ptr, total_ptr, res_ptr, w_lo, w_hi, r2, row0, col0, M, K2,
-                LDG8 * 4, LD8 * 4, LDR8 * 4, LAYER, RES, WEIGHT, DTYPE, G_DTYPE, RES_DTYPE,
-            )  # fmt: skip
-            x3 = grad_input(
-                g_ptr, h_ptr, mean_ptr, rstd_ptr, dot_ptr, total_ptr, res_ptr, w_lo, w_hi, r3, row0, col0, M, K2,
-                LDG8 * 4, LD8 * 4, LDR8 * 4, LAYER, RES, WEIGHT, DTYPE, G_DTYPE, RES_DTYPE,
-            )  # fmt: skip
-            store_rows(x0, r0, row0, col0, M, K2, dx_ptr)
-            store_rows(x1, r1, row0, col0, M, K2, dx_ptr)
-            store_rows(x2, r2, row0, col0, M, K2, dx_ptr)
-            store_rows(x3, r3, row0, col0, M, K2, dx_ptr)
-            emit_tile(
-                x0, x1, x2, x3, row0, col0, M, K2, MT, q_ptr, s_ptr, qt_ptr, st_ptr, DTYPE,
-                R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN, SWIZZLED, REPS,
-            )  # fmt: skip
+        x0 = grad_input(
+            g_ptr, h_ptr, mean_ptr, rstd_ptr, dot_ptr, total_ptr, res_ptr, w_lo, w_hi, r0, row0, col0, M, K2,
+            LDG8 * 4, LD8 * 4, LDR8 * 4, LAYER, RES, WEIGHT, DTYPE, G_DTYPE, RES_DTYPE,
+        )  # fmt: skip
+        x1 = grad_input(
+            g_ptr, h_ptr, mean_ptr, rstd_ptr, dot_ptr, total_ptr, res_ptr, w_lo, w_hi, r1, row0, col0, M, K2,
+            LDG8 * 4, LD8 * 4, LDR8 * 4, LAYER, RES, WEIGHT, DTYPE, G_DTYPE, RES_DTYPE,
+        )  # fmt: skip
+        x2 = grad_input(
+            g_ptr, h_ptr, mean_ptr, rstd_ptr, dot_ptr, total_ptr, res_ptr, w_lo, w_hi, r2, row0, col0, M, K2,
+            LDG8 * 4, LD8 * 4, LDR8 * 4, LAYER, RES, WEIGHT, DTYPE, G_DTYPE, RES_DTYPE,
+        )  # fmt: skip
+        x3 = grad_input(
+            g_ptr, h_ptr, mean_ptr, rstd_ptr, dot_ptr, total_ptr, res_ptr, w_lo, w_hi, r3, row0, col0, M, K2,
+            LDG8 * 4, LD8 * 4, LDR8 * 4, LAYER, RES, WEIGHT, DTYPE, G_DTYPE, RES_DTYPE,
+        )  # fmt: skip
+        store_rows(x0, r0, row0, col0, M, K2, dx_ptr)
+        store_rows(x1, r1, row0, col0, M, K2, dx_ptr)
+        store_rows(x2, r2, row0, col0, M, K2, dx_ptr)
+        store_rows(x3, r3, row0, col0, M, K2, dx_ptr)
+        emit_tile(
+            x0, x1, x2, x3, row0, col0, M, K2, MT, q_ptr, s_ptr, qt_ptr, st_ptr, DTYPE,
+            R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN, SWIZZLED, REPS,
+        )  # fmt: skip
 
 
 def norm_quantize(
@@ -441,12 +433,12 @@ def _launch_forward(
             num_warps=row.warps, enable_fp_fusion=False,
         )  # fmt: skip
         return
-    tile = launch.norm_tile_config()
-    roles = launch.plan_roles(x, tile, 16384)
+    tile = launch.norm_tile_config(plan.shared_rows)
+    roles = launch.plan_roles(x, tile, 16384, launch.summing_programs(cols))
     norm_tile_kernel[(roles.programs,)](
         words(x), words(residual), *read, y, words(h), *plan.pointers, mean, rstd, roles.counter,
         rows, cols // 8, x.stride(0) // 8, residual.stride(0) // 8, plan.stride_t, roles.lead, eps, **flags, **dtypes,
-        **plan.flags, REPS=tile.reps(x.element_size()), **roles.flags, RUN=tile.run,
+        **plan.flags, REPS=tile.reps(x.element_size()), **roles.flags,
         num_warps=tile.warps, enable_fp_fusion=False, **tile.options,
     )  # fmt: skip
 
@@ -511,9 +503,9 @@ def _launch_backward(
     gain = h if weight is None else weight.contiguous()
     tile = launch.norm_backward_config()
     layer = kind == "layer"
-    roles = launch.plan_roles(h, tile, 8192)
+    roles = launch.plan_roles(h, tile, 8192, 4)
     means = torch.empty(2 if layer else 1, rows, dtype=torch.float32, device=h.device)
-    partial = torch.empty(roles.strips * launch.SUMMING, sums, dtype=torch.float32, device=h.device)
+    partial = torch.empty(roles.strips * 4, sums, dtype=torch.float32, device=h.device)
     norm_backward_kernel[(roles.programs,)](
         words(grad_y), words(h), words(gain), mean, rstd, words(residual), words(dx), partial,
         *plan.pointers, means[-1], means[0], roles.counter,
@@ -521,7 +513,7 @@ def _launch_backward(
         LAYER=layer, RES=grad_residual is not None, WEIGHT=weight is not None, BIAS=has_bias,
         DTYPE=DTYPES[h.dtype], G_DTYPE=DTYPES[grad_y.dtype], W_DTYPE=DTYPES[gain.dtype],
         RES_DTYPE=DTYPES[residual.dtype],
-        **plan.flags, REPS=tile.reps(h.element_size()), **roles.flags, RUN=tile.run,
+        **plan.flags, REPS=tile.reps(h.element_size()), **roles.flags,
         num_warps=tile.warps, enable_fp_fusion=False, **tile.options,
     )  # fmt: skip
     return sum_strips(partial)

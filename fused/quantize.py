@@ -21,8 +21,8 @@ from ._device import (
     emit_rows,
     emit_tile,
     inv_scale,
-    load_tile,
     load_words,
+    row_index,
     scale_byte,
     software_fp8,
     store_scale,
@@ -55,24 +55,20 @@ def quantize_tile_kernel(
     x_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, M, K8, LD8, MT, DTYPE: tl.constexpr,
     R_BR: tl.constexpr, R_BC: tl.constexpr, R_E5: tl.constexpr, R_FLOOR: tl.constexpr, R_ALIGNED: tl.constexpr,
     C_BR: tl.constexpr, C_BC: tl.constexpr, C_E5: tl.constexpr, C_FLOOR: tl.constexpr, C_ALIGNED: tl.constexpr,
-    T_ALIGN: tl.constexpr, SWIZZLED: tl.constexpr, REPS: tl.constexpr, RUN: tl.constexpr,
+    T_ALIGN: tl.constexpr, SWIZZLED: tl.constexpr, REPS: tl.constexpr,
 ):  # fmt: skip
-    """Up to RUN tiles of 128 x 128 side by side; the next one is loaded before this one is worked on."""
     K2 = K8 * 4
-    LD2 = LD8 * 4
     chunks = tl.cdiv(K8, 16)
-    runs = tl.cdiv(chunks, RUN)
-    row0 = (tl.program_id(0) // runs).to(tl.int64) * 128
-    first = (tl.program_id(0) % runs) * RUN
-    last = tl.minimum(first + RUN, chunks)
-    w0, w1, w2, w3 = load_tile(x_ptr, row0, first * 128, M, K2, LD2, REPS)
-    for chunk in range(first, last):
-        n0, n1, n2, n3 = load_tile(x_ptr, row0, chunk * 128 + 128, tl.where(chunk + 1 < last, M, 0), K2, LD2, REPS)
-        emit_tile(
-            w0, w1, w2, w3, row0, chunk * 128, M, K2, MT, q_ptr, s_ptr, qt_ptr, st_ptr, DTYPE,
-            R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN, SWIZZLED, REPS,
-        )  # fmt: skip
-        w0, w1, w2, w3 = n0, n1, n2, n3
+    row0 = (tl.program_id(0) // chunks).to(tl.int64) * 128
+    col0 = (tl.program_id(0) % chunks) * 128
+    w0 = load_words(x_ptr, row_index(0, REPS), row0, col0, M, K2, LD8 * 4, 64)
+    w1 = load_words(x_ptr, row_index(1, REPS), row0, col0, M, K2, LD8 * 4, 64)
+    w2 = load_words(x_ptr, row_index(2, REPS), row0, col0, M, K2, LD8 * 4, 64)
+    w3 = load_words(x_ptr, row_index(3, REPS), row0, col0, M, K2, LD8 * 4, 64)
+    emit_tile(
+        w0, w1, w2, w3, row0, col0, M, K2, MT, q_ptr, s_ptr, qt_ptr, st_ptr, DTYPE,
+        R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN, SWIZZLED, REPS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -222,12 +218,11 @@ def _quantize_nearest(x: Tensor, plan: Emission, rowwise: bool, colwise: bool) -
             ALIGNED=flags["R_ALIGNED"], R=row.rows, C=row.cols, num_warps=row.warps,
         )  # fmt: skip
         return
-    tile = launch.quantize_tile_config()
-    grid = (-(-rows // launch.TOKENS) * tile.runs(cols),)
+    tile = launch.quantize_tile_config(flags["R_BR"] != 1)
+    grid = (-(-rows // launch.TOKENS) * -(-cols // 128),)
     quantize_tile_kernel[grid](
         words(x), *plan.pointers, rows, cols // 8, x.stride(0) // 8, plan.stride_t, DTYPE=DTYPES[x.dtype],
-        **flags, REPS=tile.reps(x.element_size()), RUN=tile.run,
-        num_warps=tile.warps, **tile.options,
+        **flags, REPS=tile.reps(x.element_size()), num_warps=tile.warps, **tile.options,
     )  # fmt: skip
 
 
