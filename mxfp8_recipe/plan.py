@@ -102,6 +102,7 @@ class Plan:
         layers: every candidate, converted or not. edges: what may travel quantized between them.
         recorded: where the edges come from: `example_inputs`, `first forward`, or `""` for no recording yet.
         overrides: the user's, which also decide for attention calls a later recording finds.
+        awaited: patterns among them that matched nothing yet and may name such a call.
     """
 
     recipe: Recipe
@@ -112,6 +113,7 @@ class Plan:
     recorded: str = ""
     notes: tuple[str, ...] = ()
     overrides: Mapping[str, Override] = field(default_factory=dict)
+    awaited: tuple[str, ...] = ()
 
     @property
     def converted(self) -> tuple[LayerPlan, ...]:
@@ -208,6 +210,9 @@ class Plan:
                 "No edge is fused yet: they are found by the first eager training forward. Pass example_inputs to "
                 "fuse from the first step, under torch.compile, and across pointwise code."
             )
+        if self.awaited and not self.recorded:
+            awaited = ", ".join(map(repr, self.awaited))
+            lines.append(f"{awaited}: matches no layer yet; attention calls show in the first training forward.")
         ratio = self.cost.ratio
         if self.backend == "reference":
             lines.append(f"The reference backend emulates MXFP8 on {self.device}: for numerics, not for speed.")

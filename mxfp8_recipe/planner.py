@@ -66,15 +66,20 @@ def plan_recipe(
         plan = replace(plan, notes=("example_inputs cannot run on the meta device: no edge is fused.",))
     elif example_inputs is not None and chosen.converts_something:
         plan = with_recording(plan, model, record_forward(model, plan, example_inputs), "example_inputs", user)
-    check_all_matched(user, [layer.fqn for layer in plan.layers], containers)
-    return plan
+    awaited = () if plan.recorded else user.may_name_calls(_possible_callers(names))
+    check_all_matched(user, [layer.fqn for layer in plan.layers], containers, set(awaited))
+    return replace(plan, awaited=awaited)
 
 
 def with_recording(plan: Plan, model: nn.Module, recording: Recording, source: str, user: Rules | None = None) -> Plan:
     """`plan` with the attention calls, the edges and the token counts that a recorded forward shows."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    calls = _attention_calls(plan, model, recording, user or Rules(plan.overrides, "overrides"))
+    user = user or Rules(plan.overrides, "overrides")
+    calls = _attention_calls(plan, model, recording, user)
     plan = replace(plan, layers=(*plan.layers, *calls))
+    if source == "first forward" and plan.awaited:
+        known = set(plan.overrides) - set(plan.awaited)
+        check_all_matched(user, [layer.fqn for layer in plan.layers], [], known)
     consumers = {
         layer.fqn: consumer
         for layer in plan.converted
@@ -195,6 +200,13 @@ def _names(model: nn.Module) -> dict[nn.Module, list[str]]:
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
     return names
+
+
+def _possible_callers(names: dict[nn.Module, list[str]]) -> list[str]:
+    """Names of modules whose forward is somebody's own, and so may call attention."""
+    return [
+        name for module, found in names.items() if not type(module).__module__.startswith("torch.") for name in found
+    ]
 
 
 def _refuse_second(names: dict[nn.Module, list[str]]) -> None:

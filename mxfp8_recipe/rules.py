@@ -10,7 +10,7 @@ r"re:heads\..*": "bf16",              # regular expression over the whole name, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,17 @@ class Rules:
     def unmatched(self) -> list[str]:
         return [pattern for pattern in self._overrides if pattern not in self._used]
 
+    def may_name_calls(self, callers: list[str]) -> tuple[str, ...]:
+        """Unmatched patterns that may yet name a module which calls attention, as only a recording shows."""
+        regexes = dict(self._regexes)
+        return tuple(
+            pattern
+            for pattern in self.unmatched()
+            if pattern == f"{_KIND}attention"
+            or pattern in callers
+            or (pattern in regexes and any(regexes[pattern].fullmatch(name) for name in callers))
+        )
+
     def _speaks_of(self, pattern: str, kind: str) -> bool:
         """A partial mapping under a regular expression is for the kinds that have its fields."""
         override = self._overrides[pattern]
@@ -96,10 +107,14 @@ class Rules:
                     )
 
 
-def check_all_matched(rules: Rules, layer_names: list[str], container_names: list[str]) -> None:
-    """Raise one ValueError naming every pattern that matched no layer, with near misses."""
+def check_all_matched(
+    rules: Rules, layer_names: list[str], container_names: list[str], excused: Collection[str] = ()
+) -> None:
+    """Raise one ValueError naming every pattern that matched no layer, with near misses, save the excused."""
     problems = []
     for pattern in rules.unmatched():
+        if pattern in excused:
+            continue
         if pattern in container_names:
             remedy = f"; it is a container, say {_REGEX + re.escape(pattern)!r} + r'\\..*' for the layers inside it"
         elif pattern.startswith((_REGEX, _KIND)):

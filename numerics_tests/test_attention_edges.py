@@ -199,3 +199,21 @@ def test_revert_restores_outputs_bitwise() -> None:
     assert not torch.equal(model(data()), expected)
     revert(model)
     assert torch.equal(model(data()), expected)
+
+
+@pytest.mark.parametrize("pattern", ["0.attention", "kind:attention", r"re:0\.att.*on"])
+def test_an_override_may_name_a_call_before_it_was_seen(pattern: str) -> None:
+    model = nn.Sequential(Block(), Block())
+    report = apply_recipe(model, overrides={pattern: "bf16"})
+    assert pattern in str(report)
+    model(data()).sum().backward()
+    calls = {layer.fqn: layer.new_type for layer in report.layers if layer.kind == "attention"}
+    assert calls["0.attention"] is None
+    assert (calls["1.attention"] is None) == (pattern == "kind:attention")
+
+
+def test_an_override_that_names_no_call_after_all_is_an_error() -> None:
+    model = nn.Sequential(Block(), Block())
+    apply_recipe(model, overrides={"0": "bf16"})
+    with pytest.raises(ValueError, match="'0' matches no layer"):
+        model(data())
