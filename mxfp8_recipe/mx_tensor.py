@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -64,10 +64,28 @@ class Edge:
         warnings.warn(f"{message}; it is recomputed in high precision and un-fused from now on", stacklevel=3)
 
 
+_METADATA = {
+    "is_leaf", "is_sparse", "is_sparse_csr", "is_cpu", "is_mps", "is_xpu", "is_meta", "is_quantized", "is_mkldnn",
+    "is_complex", "is_signed", "itemsize", "nbytes", "element_size", "get_device", "ndimension", "nelement", "grad_fn",
+}  # fmt: skip
+"""What may be asked of a value without reading it, besides what `Traveling` defines."""
+
+_IN_PLACE = {name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_")} | {
+    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+} | {"__setitem__"}  # fmt: skip
+"""Methods that write to their tensor."""
+
+
 class Traveling:
-    """What both values share: they pass for the tensor they stand for until somebody needs its elements."""
+    """What both values share: they pass for the tensor they stand for until somebody needs its elements.
+
+    Attributes:
+        settled: the tensor itself once a reader nobody planned for got it. It may have written to it, so whoever
+            reads this value afterwards reads that tensor.
+    """
 
     edge: Edge
+    settled: ClassVar[Tensor | None] = None
 
     @property
     def nominal(self) -> Tensor:
@@ -81,7 +99,12 @@ class Traveling:
     def high(self, reader: str) -> Tensor:
         """`materialize`, for a reader nobody planned for."""
         self.edge.unfuse(reader)
-        return self.materialize()
+        if self.settled is None:
+            nominal = self.nominal  # the next reader may be in grad mode though this one is not
+            with torch.inference_mode(nominal.is_inference()), torch.set_grad_enabled(nominal.requires_grad):
+                object.__setattr__(self, "settled", self.materialize())
+        assert self.settled is not None
+        return self.settled
 
     def after(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """This value after the torch function `name`, if it can travel on; else None."""
@@ -126,10 +149,19 @@ class Traveling:
     def __len__(self) -> int:
         return self.nominal.shape[0]
 
+    def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    def stride(self, *args: Any) -> Any:
+        return torch.empty(self.shape, device="meta").stride(*args)
+
     def __getattr__(self, name: str) -> Any:
+        if name in _METADATA:
+            return getattr(self.nominal, name)
         if name.startswith("__") or not hasattr(torch.Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.high(f"Tensor.{name}"), name)
+        reader = f"Tensor.{name}"
+        return getattr(Traveling.high(self, reader) if name in _IN_PLACE else self.high(reader), name)
 
     def __bool__(self) -> NoReturn:
         raise RuntimeError("the truth value of a tensor with more than one element is ambiguous")
@@ -141,6 +173,8 @@ class Traveling:
         if planned is not None:
             return planned
         name = getattr(func, "__name__", str(func))
+        if args and isinstance(args[0], Traveling) and (name in _IN_PLACE or kwargs.get("inplace")):
+            Traveling.high(args[0], name)
         return func(*_resolve(args, name), **_resolve(kwargs, name))
 
 
@@ -264,7 +298,7 @@ def _continue(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
     if name in ("mul", "__mul__", "__rmul__") and len(args) == 2:
         return _product(*args)
     first, rest = (args[0], args[1:]) if args else (kwargs.get("input"), ())
-    if not isinstance(first, Traveling):
+    if not isinstance(first, Traveling) or first.settled is not None:
         return None
     return first.after(name, rest, {key: value for key, value in kwargs.items() if value is not first})
 
@@ -284,7 +318,7 @@ def _product(left: Any, right: Any) -> Any:
     if isinstance(left, Pending) and left is right and left.kind == "relu":
         return left.activated("square")
     for this, other in ((left, right), (right, left)):
-        if isinstance(this, Pending) and this.kind != "identity":
+        if isinstance(this, Pending) and this.kind != "identity" and this.settled is None:
             product = this.gating(other)
             if product is not None:
                 return product
@@ -354,7 +388,7 @@ def _method(name: str) -> Callable[..., Any]:
 _METHODS = "view reshape flatten unflatten squeeze unsqueeze transpose permute contiguous to chunk relu square pow"
 _OPERATORS = (
     "mul rmul add radd sub rsub truediv rtruediv matmul rmatmul pow rpow neg getitem abs eq ne lt le gt ge iter "
-    "iadd imul isub itruediv floordiv mod invert and or xor"
+    "iadd imul isub itruediv floordiv mod invert and or xor setitem"
 )
 for _name in _METHODS.split():
     setattr(Traveling, _name, _method(_name))

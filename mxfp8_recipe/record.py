@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 _VIEWS = {"view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "to", "dropout", "alias", "view_as"}
 _METADATA = {
     "size", "dim", "numel", "stride", "is_floating_point", "is_contiguous", "element_size", "type", "is_complex",
-    "data_ptr", "storage_offset", "get_device", "ndimension", "nelement", "__len__", "__get__", "is_tensor",
+    "storage_offset", "get_device", "ndimension", "nelement", "__len__", "__get__", "is_tensor",
     "requires_grad_", "dense_dim", "is_inference", "is_same_size", "__hash__", "__format__", "__repr__",
 }  # fmt: skip
 

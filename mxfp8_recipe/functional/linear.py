@@ -44,6 +44,8 @@ def mxfp8_linear(
         weight = weight.detach()  # a Function sees requires_grad alone, and would quantize the input for wgrad
     bias = None if bias is None else bias.to(dtype)
     seed = draw_seed(input.device) if config.stochastic else None
+    if isinstance(input, Traveling) and input.settled is not None:
+        input = input.settled
     if isinstance(input, MXTensor):
         if _fits(input, dtype, config, weight):
             parts = (input.qdata, input.scale, input.qdata_t, input.scale_t)
@@ -109,6 +111,8 @@ def mxfp8_projection(
     given: tuple[Tensor | None, ...] = (None, None, None, None)
     if not torch.is_grad_enabled():
         weight = weight.detach()
+    if isinstance(input, Traveling) and input.settled is not None:
+        input = input.settled
     if isinstance(input, MXTensor) and _fits(input, dtype, config, weight):
         carrier, given = input.carrier, (input.qdata, input.scale, input.qdata_t, input.scale_t)
     elif isinstance(input, Traveling):
