@@ -216,7 +216,8 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_finishes_bitwise(tmp_path, mo
 
 def test_processes_measure_the_same_and_pass_errors_on(tmp_path, mxfp8_run, monkeypatch):
     monkeypatch.setattr(config_module, "cpu_count", lambda: 2 * torch.get_num_threads())
-    assert digests(tiny_run(tmp_path / "run", jobs=2)) == digests(mxfp8_run)
+    run = tiny_run(tmp_path / "run", jobs=2, seeds=1)
+    assert digests(run) == {key: value for key, value in digests(mxfp8_run).items() if key[0] == 0}
     with pytest.raises(Diverged, match="arm bf16, seed 0"):
         tiny_run(tmp_path / "exploding", model="ab_tiny:exploding", jobs=2, seeds=1)
 

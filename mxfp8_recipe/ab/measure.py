@@ -52,11 +52,15 @@ class Measurer:
             negative_sampling_rate=config.negative_sampling_rate,
             offline=config.offline,
         )
-        self.plan: Plan = plan_recipe(self._initial_model(0), self.recipe, overrides=config.overrides)
         self.correction = SamplingCorrection(config.negative_sampling_rate)
         self.train_rows = CheckedBatches(self.dataset, "train", config.batch_size)
         self.heldout_rows = CheckedBatches(self.dataset, "heldout", config.batch_size)
         self._offset: BaseRateOffset | None = None
+        self._example = next(iter(self.train_rows)).to(self.device)
+        with precision(self.device, autocast=True):
+            self.plan: Plan = plan_recipe(
+                self._initial_model(0), self.recipe, overrides=config.overrides, example_inputs=(self._example,)
+            )
 
     def measure(self, seed: int, arm: Arm, on_step: OnStep) -> Measured:
         """Train the arm from the seed's weights and evaluate it.
@@ -80,7 +84,7 @@ class Measurer:
         start = time.monotonic()
         model = initial_copy(self._started_model(seed), arm, seed)
         if arm.quantized:
-            apply_recipe(model, self.recipe, overrides=self.config.overrides)
+            self._apply(model)
         try:
             progressive, steps = trainer.train(model, arm, seed, self.train_rows)
         except Diverged as error:
@@ -101,6 +105,11 @@ class Measurer:
         torch.manual_seed(seed)
         return build_model(self.config.model, self.dataset.spec).to(self.device)
 
+    def _apply(self, model: nn.Module) -> None:
+        """The recipe, with edges and attention calls found from the first rows, in the precision that trains."""
+        with precision(self.device, autocast=True):
+            apply_recipe(model, self.recipe, overrides=self.config.overrides, example_inputs=(self._example,))
+
     def _started_model(self, seed: int) -> nn.Module:
         """`_initial_model` that starts from the base rate."""
         self._offset = self._offset or BaseRateOffset(self.train_rows)
@@ -111,7 +120,7 @@ class Measurer:
     def _compare(self, model: nn.Module, seed: int) -> SameWeights:
         """Same-weights comparison of the BF16-trained model with its quantized twin."""
         twin = copy.deepcopy(model)
-        apply_recipe(twin, self.recipe, overrides=self.config.overrides)
+        self._apply(twin)
         return compare_same_weights(
             model,
             twin,

@@ -51,6 +51,7 @@ def build_report(run: ABRun) -> dict[str, Any]:
             "same_weights": _same_weights(run),
             "power": vars(decision.power),
             "plan": run.plan.to_dict()["layers"],
+            "plan_summary": run.plan.summary(),
             "data": _data(run),
             "config": config.model_dump(mode="json"),
             "environment": describe(config.device, config.threads),

@@ -140,7 +140,7 @@ def layers(report: dict[str, Any]) -> Cells:
         [
             x["layer"] or "(root)",
             "MXFP8" if x["quantized"] else "",
-            "exact" if x["sqnr_db"] is None else f"{x['sqnr_db']:.1f}",
+            "-" if x["sqnr_db"] is None else f"{x['sqnr_db']:.1f}",
             "-" if x["grad_cosine"] is None else f"{x['grad_cosine']:.5f}",
             short(x["grad_error_ratio"]),
         ]
