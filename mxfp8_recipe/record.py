@@ -82,13 +82,23 @@ class Recorder(TorchFunctionMode):
         self._keep: list[Any] = []  # no tensor dies while recording, so no id is used twice
         self._path: list[nn.Module] = []
         self._inside = 0
-        self._before: list[tuple[Tensor, int]] = []
+        self._versions: list[int] = []  # of each kept tensor when it was first seen
+        self._given: list[Tensor] = []  # inputs of the piece that runs, before torch wraps them for backward hooks
+        self._given_values: list[int] = []
 
     def value_of(self, tensor: Tensor) -> int:
         if id(tensor) not in self._values:
-            self._values[id(tensor)] = len(self._keep)
-            self._keep.append(tensor)
+            self._register(tensor, len(self._keep))
         return self._values[id(tensor)]
+
+    def _register(self, tensor: Tensor, value: int) -> None:
+        self._values[id(tensor)] = value
+        self._keep.append(tensor)
+        self._versions.append(_version(tensor))
+
+    def _is_written(self, value: int) -> bool:
+        """Whether some op wrote to a value, or to what shares its memory, since it was made."""
+        return _version(self._keep[value]) != self._versions[value]
 
     def _rename(self, tensor: Tensor) -> None:
         """What a module made by overwriting its input is another value in the same tensor."""
@@ -97,10 +107,8 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        before = [] if self._inside else _versions((args, kwargs))
         result = self._run(func, args, kwargs)
         if not self._inside:
-            self._note_writes(before)
             self._record_function(func, args, kwargs, result)
         return result
 
@@ -120,15 +128,11 @@ class Recorder(TorchFunctionMode):
             return
         if _is_same_value(name, args, result):
             if id(result) not in self._values:
-                self._values[id(result)] = inputs[0]
-                self._keep.append(result)
+                self._register(result, inputs[0])
             return
         if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or "out" in kwargs:
             self.recording.overwritten.update(self.value_of(t) for t in made)
         self._add("function", name, inputs, made, _options(args, kwargs))
-
-    def _note_writes(self, before: list[tuple[Tensor, int]]) -> None:
-        self.recording.overwritten.update(self.value_of(t) for t, version in before if t._version != version)
 
     def _add(self, kind: str, name: str, inputs: list[int], made: list[Tensor], options: dict[str, Any]) -> None:
         outputs = tuple(self.value_of(t) for t in made)
@@ -139,19 +143,18 @@ class Recorder(TorchFunctionMode):
 
     def enter_module(self, module: nn.Module, piece: bool, inputs: Any) -> None:
         if piece and not self._inside:
-            self._before = _versions(inputs)
+            self._given = list(tensors_in(inputs))
+            self._given_values = [self.value_of(t) for t in self._given]
         self._path.append(module)
         self._inside += piece
 
-    def leave_module(self, module: nn.Module, piece: bool, name: str, inputs: Any, output: Any) -> None:
+    def leave_module(self, module: nn.Module, piece: bool, name: str, output: Any) -> None:
         self._path.pop()
         self._inside -= piece
         if piece and not self._inside:
-            self._note_writes(self._before)
-            read, made = list(tensors_in(inputs)), list(tensors_in(output))
-            values = [self.value_of(t) for t in read]
+            read, values, made = self._given, self._given_values, list(tensors_in(output))
             for t in made:
-                if any(t is given and t._version != version for given, version in self._before):
+                if any(t is given for given in read) and self._is_written(self.value_of(t)):
                     self._rename(t)
             self._add("module", name, values, made, {})
             if read and read[0].dim():
@@ -173,7 +176,7 @@ class Recorder(TorchFunctionMode):
             def after(
                 module: nn.Module, args: Any, kwargs: Any, output: Any, piece: bool = piece, name: str = name
             ) -> None:
-                self.leave_module(module, piece, name, (args, kwargs), output)
+                self.leave_module(module, piece, name, output)
 
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(module.register_forward_hook(after, with_kwargs=True, prepend=True))
@@ -183,6 +186,7 @@ class Recorder(TorchFunctionMode):
         finally:
             for handle in handles:
                 handle.remove()
+            self.recording.overwritten.update(filter(self._is_written, range(len(self._keep))))
             self._keep.clear()
 
 
@@ -201,9 +205,9 @@ def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, field.name), depth - 1)
 
 
-def _versions(values: Any) -> list[tuple[Tensor, int]]:
-    """The tensors and how often each was written to; those of inference mode do not count that."""
-    return [(t, t._version) for t in tensors_in(values) if not t.is_inference()]
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was written to; those of inference mode do not count that."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_same_value(name: str, args: Any, result: Any) -> bool:
