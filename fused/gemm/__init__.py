@@ -1,0 +1,1 @@
+"""GEMMs of two MXFP8 operands."""

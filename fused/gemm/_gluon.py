@@ -1,0 +1,33 @@
+"""Gluon from triton 3.6 to 3.9 under one set of names, and launches without the JIT's binder.
+
+Renamed between them: TMA loads and stores, and the barrier of a partition's threads. Everything else the kernels
+use is the same in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+tma_load = getattr(tma, "async_load", tma.async_copy_global_to_shared)
+tma_store = getattr(tma, "async_store", tma.async_copy_shared_to_global)
+barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # pyright: ignore[reportAttributeAccessIssue]
+
+_compiled: dict[Hashable, Any] = {}
+
+
+def launch(kernel: Any, key: Hashable, programs: tuple[int, int, int], args: tuple[Any, ...], warps: int) -> None:
+    """Run `kernel` on every program, compiling at the first sight of `key`.
+
+    `key` must determine everything the code depends on: constants, dtypes, descriptors' blocks, device. Later calls
+    go to the compiled kernel, which costs a quarter of specializing all arguments again.
+    """
+    found = _compiled.get(key)
+    if found is None:
+        # Fusing p * s + acc into one instruction loses nothing: p * s is exact. Newer triton no longer does it unasked.
+        _compiled[key] = kernel[programs](*args, num_warps=warps, enable_fp_fusion=True)
+    else:
+        found[programs](*args)

@@ -1,0 +1,328 @@
+"""The Hopper GEMM kernel: FP8 wgmma whose partial sums are scaled by two powers of two and promoted in fp32.
+
+    acc[m, n] += 2**(ea[m, c] + eb[n, c] - 254) * sum over k in chunk c of a[m, k] b[n, k]
+
+A chunk is 128 of K where all four E8M0 bytes of a row's 128 are equal for both operands, else 32, the block of the
+format and the K of one FP8 wgmma. wgmma adds with few bits, so no chain of it is longer than a chunk.
+
+Persistent and warp-specialized. One warp loads operand tiles by TMA, two warps turn scale bytes into fp32 in shared
+memory, two or three warpgroups of 64 or 128 rows multiply and promote, and store by TMA while the next tile's loads
+are in flight.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ._gluon import barrier, tma_load, tma_store
+
+SCALARS = [
+    "sa_ptr", "sb_ptr", "bias_ptr", "out_ptr", "M", "N", "K", "a_stride", "b_stride", "out_stride", "steps", "splits",
+]  # fmt: skip
+"""Never specialized: token counts change every step, and a new one must not compile new code."""
+
+
+@gluon.jit
+def unit_at(u, M, N, K, steps, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr):
+    """First row, first column, split and range of K steps of work unit u.
+
+    GROUP row tiles share their pass over the columns, so both operands stay in L2.
+    """
+    nm = (M + BM - 1) // BM
+    nn = (N + BN - 1) // BN
+    split = u // (nm * nn)
+    t = u % (nm * nn)
+    group = t // (GROUP * nn)
+    rows = min(nm - group * GROUP, GROUP)
+    pm = group * GROUP + (t % (GROUP * nn)) % rows
+    pn = (t % (GROUP * nn)) // rows
+    first = split * steps
+    return pm * BM, pn * BN, split, first, min((K + 127) // 128, first + steps)
+
+
+@gluon.jit
+def load_operands(
+    a_desc, b_desc, a_smem, b_smem, full, empty, M, N, K, steps, units,
+    BM: gl.constexpr, BN: gl.constexpr, NS: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    i = 0
+    for u in range(gl.program_id(0), units, gl.num_programs(0)):
+        row, col, _, first, last = unit_at(u, M, N, K, steps, BM, BN, GROUP)
+        for kt in range(first, last):
+            s = i % NS
+            mbarrier.wait(empty.index(s), ((i // NS) & 1) ^ 1)
+            mbarrier.expect(full.index(s), BM * 128 + BN * 128)
+            for w in gl.static_range(BM // 64):
+                tma_load(a_desc, [row + w * 64, kt * 128], full.index(s), a_smem.index(s * (BM // 64) + w))
+            tma_load(b_desc, [col, kt * 128], full.index(s), b_smem.index(s))
+            i += 1
+
+
+@gluon.jit
+def load_word(ptr, offset, mask, block, blocks, J: gl.constexpr):
+    """The J bytes of a step of 128, lowest first. Past the end: byte 0, which scales zeros."""
+    if J == 1:
+        word = gl.load(ptr + block + offset, mask=mask & (block < blocks), other=0)
+    else:
+        word = gl.load(ptr + block // 4 + offset, mask=mask & (block < blocks), other=0)
+    return word
+
+
+@gluon.jit
+def load_words(ptr, r, row, rows, stride, ACROSS: gl.constexpr, kt, blocks, J: gl.constexpr):
+    """Words of four steps from kt on, in flight together, of scale rows `row + r`, each for ACROSS operand rows."""
+    if J == 4:
+        stride = stride // 4
+    base = ptr + row.to(gl.int64) * (stride * ACROSS)
+    offset = r * (stride * ACROSS)
+    mask = (row + r) * ACROSS < rows
+    w0 = load_word(base, offset, mask, kt * 4, blocks, J)
+    w1 = load_word(base, offset, mask, kt * 4 + 4, blocks, J)
+    w2 = load_word(base, offset, mask, kt * 4 + 8, blocks, J)
+    w3 = load_word(base, offset, mask, kt * 4 + 12, blocks, J)
+    return w0, w1, w2, w3
+
+
+@gluon.jit
+def load_column_words(ptr, c, col, N, stride, BA: gl.constexpr, kt, blocks, J: gl.constexpr):
+    if BA == 1:
+        even = load_words(ptr, 2 * c, col, N, stride, 1, kt, blocks, J)
+        odd = load_words(ptr, 2 * c + 1, col, N, stride, 1, kt, blocks, J)
+    else:
+        even = load_words(ptr, c, col // BA, N, stride, BA, kt, blocks, J)
+        odd = even
+    return even, odd
+
+
+@gluon.jit
+def e8m0_bits(word, j: gl.constexpr):
+    """Bits of fp32 `2**(byte - 127)` of byte j: byte 0 is a subnormal, byte 255 NaN."""
+    byte = (word.to(gl.int32) >> (8 * j)) & 0xFF
+    return gl.maximum(byte << 23, 0x00400000) | (((byte + 1) << 14) & 0x00400000)
+
+
+@gluon.jit
+def store_scales(smem, word, s, J: gl.constexpr):
+    for j in gl.static_range(J):
+        smem.index(s * J + j).store(e8m0_bits(word, j).to(gl.float32, bitcast=True))
+
+
+@gluon.jit
+def store_column_scales(smem, even, odd, s, BA: gl.constexpr, J: gl.constexpr):
+    """With a scale for every column, two neighbors go as bf16 into one word: half the shared memory to read."""
+    if BA == 1:
+        for j in gl.static_range(J):
+            word = (e8m0_bits(even, j) >> 16) | e8m0_bits(odd, j)
+            smem.index(s * J + j).store(word.to(gl.float32, bitcast=True))
+    else:
+        store_scales(smem, even, s, J)
+
+
+@gluon.jit
+def load_scales(
+    sa_ptr, sb_ptr, a_scale, b_scale, full, empty, M, N, K, a_stride, b_stride, steps, units,
+    BM: gl.constexpr, BN: gl.constexpr, BA: gl.constexpr, J: gl.constexpr,
+    NS: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Scale bytes to fp32 in shared memory, four steps at a time.
+
+    With one chunk a step, the next four are in flight meanwhile; with four chunks a step is long enough to do without.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    AHEAD: gl.constexpr = J == 1
+    blocks = (K + 31) // 32
+    r = gl.arange(0, a_scale.shape[1], L)
+    c = gl.arange(0, b_scale.shape[1], L)
+    i = 0
+    u = gl.program_id(0)
+    row, col, _, kt, last = unit_at(u, M, N, K, steps, BM, BN, GROUP)
+    if AHEAD:
+        wa = load_words(sa_ptr, r, row, M, a_stride, 1, kt, blocks, J)
+        even, odd = load_column_words(sb_ptr, c, col, N, b_stride, BA, kt, blocks, J)
+    while u < units:
+        if not AHEAD:
+            wa = load_words(sa_ptr, r, row, M, a_stride, 1, kt, blocks, J)
+            even, odd = load_column_words(sb_ptr, c, col, N, b_stride, BA, kt, blocks, J)
+        left = last - kt
+        kt += 4
+        if kt >= last:
+            u += gl.num_programs(0)
+            row, col, _, kt, last = unit_at(min(u, units - 1), M, N, K, steps, BM, BN, GROUP)
+        if AHEAD:
+            next_a = load_words(sa_ptr, r, row, M, a_stride, 1, kt, blocks, J)
+            next_even, next_odd = load_column_words(sb_ptr, c, col, N, b_stride, BA, kt, blocks, J)
+        for t in gl.static_range(4):
+            if t < left:
+                s = i % NS
+                mbarrier.wait(empty.index(s), ((i // NS) & 1) ^ 1)
+                store_scales(a_scale, wa[t], s, J)
+                store_column_scales(b_scale, even[t], odd[t], s, BA, J)
+                barrier()
+                mbarrier.arrive(full.index(s), count=1)
+                i += 1
+        if AHEAD:
+            wa = next_a
+            even = next_even
+            odd = next_odd
+
+
+@gluon.jit
+def promote(acc, p, sa, sb, BA: gl.constexpr):
+    """Acc + p * sa * sb with one rounding: products with powers of two are exact."""
+    if BA == 1:
+        word = sb.to(gl.int32, bitcast=True)
+        lo = (word << 16).to(gl.float32, bitcast=True)
+        hi = (word & -0x10000).to(gl.float32, bitcast=True)
+        pair = gl.convert_layout(gl.join(lo, hi), gl.SliceLayout(0, acc.type.layout), assert_trivial=True)
+        acc = acc + p.reshape(acc.shape) * gl.expand_dims(pair, 0) * gl.expand_dims(gl.expand_dims(sa, 1), 2)
+    else:
+        s = gl.expand_dims(sa, 1) * gl.expand_dims(sb, 0)
+        acc = acc + p.reshape(acc.shape) * gl.expand_dims(s, 2)
+    return acc
+
+
+@gluon.jit
+def multiply(
+    acc, p, never, a, b, a_scale, b_scale, at, w: gl.constexpr, j: gl.constexpr, J: gl.constexpr, BA: gl.constexpr
+):
+    """Acc plus the scaled product of chunk j of a step; p holds that product.
+
+    `never` is false, but only at run time: that ties p to one set of registers, which the next product cannot
+    overwrite before this promotion is done. The last wait waits for nothing; it keeps LLVM from postponing the
+    promotion past the next product, where it would need a second set.
+    """
+    KJ: gl.constexpr = 128 // J
+    bt = b.slice(j * KJ, KJ, 1).permute((1, 0))
+    p = warpgroup_mma(a.slice(j * KJ, KJ, 1), bt, p, use_acc=never, is_async=True)
+    SA: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, acc.type.layout))
+    SB: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, acc.type.layout))
+    sa = a_scale.index(at).slice(w * 64, 64, 0).load(SA)
+    sb = b_scale.index(at).load(SB)
+    p, sb = warpgroup_mma_wait(0, deps=(p, sb))
+    acc, p = warpgroup_mma_wait(0, deps=(promote(acc, p, sa, sb, BA), p))
+    return acc, p
+
+
+@gluon.jit
+def start(
+    bias_ptr, out_ptr, row, col, M, N, out_stride,
+    BN: gl.constexpr, BIAS: gl.constexpr, ACCUMULATE: gl.constexpr, L: gl.constexpr,
+):  # fmt: skip
+    """What a tile's sum starts from: zero, the bias, the output's present value, or both."""
+    acc = gl.zeros([64, BN], gl.float32, L)
+    n = col + gl.arange(0, BN, gl.SliceLayout(0, L))
+    if ACCUMULATE:
+        m = row + gl.arange(0, 64, gl.SliceLayout(1, L))
+        at = out_ptr + gl.expand_dims(m.to(gl.int64) * out_stride, 1) + gl.expand_dims(n, 0)
+        acc = gl.load(at, mask=gl.expand_dims(m < M, 1) & gl.expand_dims(n < N, 0), other=0.0)
+    if BIAS:
+        acc += gl.expand_dims(gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32), 0)
+    return acc
+
+
+@gluon.jit
+def write(c_desc, c_smem, acc, row, col, CB: gl.constexpr, L: gl.constexpr):
+    out = gl.convert_layout(acc.reshape([64, c_smem.shape[1]]), L)
+    tma.store_wait(CB - 1)
+    barrier()
+    c_smem.store(out.to(c_desc.dtype))
+    fence_async_shared()
+    barrier()
+    tma_store(c_desc, [row, col], c_smem)
+
+
+@gluon.jit
+def consume(
+    c_desc, a_smem, b_smem, c_smem, a_scale, b_scale, full, empty, bias_ptr, out_ptr, M, N, K, out_stride, steps, units,
+    W: gl.constexpr, MW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BA: gl.constexpr, J: gl.constexpr,
+    NS: gl.constexpr, CB: gl.constexpr, GROUP: gl.constexpr, BIAS: gl.constexpr, ACCUMULATE: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup W: MW times 64 rows of every tile."""
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32])
+    MT: gl.constexpr = BM // 64
+    COLS: gl.constexpr = 2 if BA == 1 else BA
+    i = 0
+    p = gl.zeros([64, BN], gl.float32, L)
+    for u in range(gl.program_id(0), units, gl.num_programs(0)):
+        row, col, split, first, last = unit_at(u, M, N, K, steps, BM, BN, GROUP)
+        row += W * MW * 64
+        acc0 = start(bias_ptr, out_ptr, row, col, M, N, out_stride, BN, BIAS, ACCUMULATE, L)
+        acc0 = acc0.reshape([64, BN // COLS, COLS])
+        acc1 = acc0
+        if MW == 2 and ACCUMULATE:
+            acc1 = start(bias_ptr, out_ptr, row + 64, col, M, N, out_stride, BN, BIAS, ACCUMULATE, L)
+            acc1 = acc1.reshape([64, BN // COLS, COLS])
+        for _ in range(first, last):
+            s = i % NS
+            mbarrier.wait(full.index(s), (i // NS) & 1)
+            b = b_smem.index(s)
+            for j in gl.static_range(J):
+                a = a_smem.index(s * MT + W * MW)
+                acc0, p = multiply(acc0, p, K < 0, a, b, a_scale, b_scale, s * J + j, W * MW, j, J, BA)
+                if MW == 2:
+                    a = a_smem.index(s * MT + W * MW + 1)
+                    acc1, p = multiply(acc1, p, K < 0, a, b, a_scale, b_scale, s * J + j, W * MW + 1, j, J, BA)
+            mbarrier.arrive(empty.index(s), count=1)
+            i += 1
+        row += split * ((M + BM - 1) // BM) * BM
+        write(c_desc, c_smem.index(W * CB), acc0, row, col, CB, L)
+        if MW == 2:
+            write(c_desc, c_smem.index(W * CB + CB - 1), acc1, row + 64, col, CB, L)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=SCALARS)
+def gemm_kernel(
+    a_desc, b_desc, c_desc, sa_ptr, sb_ptr, bias_ptr, out_ptr, M, N, K, a_stride, b_stride, out_stride, steps, splits,
+    NC: gl.constexpr, MW: gl.constexpr, BN: gl.constexpr, BA: gl.constexpr, J: gl.constexpr, NS: gl.constexpr,
+    CB: gl.constexpr, GROUP: gl.constexpr, REGS: gl.constexpr, LOADER_REGS: gl.constexpr,
+    BIAS: gl.constexpr, ACCUMULATE: gl.constexpr,
+):  # fmt: skip
+    """C (splits times M rounded up to the tile, N) = a (M, K) @ b (N, K).T of operands with E8M0 scales.
+
+    Args:
+        steps, splits: steps of 128 of K in a split, and splits. With more than one, `c_desc` is an fp32 workspace.
+        NC, MW: consumer warpgroups, and m64 subtiles of each. BN: columns of a tile. NS: stages.
+        BA: rows of b that share a byte (1, 32 or 128). J: chunks in 128 of K (1 or 4).
+        CB: output buffers of a consumer.
+        sa_ptr, sb_ptr: bytes, or with J = 4 int32 words of four; strides count bytes.
+    """
+    BM: gl.constexpr = NC * MW * 64
+    a_smem = gl.allocate_shared_memory(a_desc.dtype, [NS * NC * MW, 64, 128], a_desc.layout)
+    b_smem = gl.allocate_shared_memory(b_desc.dtype, [NS, BN, 128], b_desc.layout)
+    c_smem = gl.allocate_shared_memory(c_desc.dtype, [NC * CB, 64, BN], c_desc.layout)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    a_scale = gl.allocate_shared_memory(gl.float32, [NS * J, 256 if BM > 128 else 128], FLAT)
+    b_scale = gl.allocate_shared_memory(gl.float32, [NS * J, BN // (2 if BA == 1 else BA)], FLAT)
+    full = gl.allocate_shared_memory(gl.int64, [NS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [NS, 1], mbarrier.MBarrierLayout())
+    for k in gl.static_range(NS):
+        mbarrier.init(full.index(k), count=2)
+        mbarrier.init(empty.index(k), count=NC)
+    fence_async_shared()
+    units = ((M + BM - 1) // BM) * ((N + BN - 1) // BN) * splits
+    # fmt: off
+    if NC == 2:
+        gl.warp_specialize([
+            (consume, (c_desc, a_smem, b_smem, c_smem, a_scale, b_scale, full, empty, bias_ptr, out_ptr, M, N, K, out_stride, steps, units, 0, MW, BM, BN, BA, J, NS, CB, GROUP, BIAS, ACCUMULATE)),  # noqa: E501
+            (consume, (c_desc, a_smem, b_smem, c_smem, a_scale, b_scale, full, empty, bias_ptr, out_ptr, M, N, K, out_stride, steps, units, 1, MW, BM, BN, BA, J, NS, CB, GROUP, BIAS, ACCUMULATE)),  # noqa: E501
+            (load_operands, (a_desc, b_desc, a_smem, b_smem, full, empty, M, N, K, steps, units, BM, BN, NS, GROUP)),
+            (load_scales, (sa_ptr, sb_ptr, a_scale, b_scale, full, empty, M, N, K, a_stride, b_stride, steps, units, BM, BN, BA, J, NS, GROUP)),  # noqa: E501
+        ], [4, 1, 2], [REGS, LOADER_REGS, LOADER_REGS])
+    else:
+        gl.warp_specialize([
+            (consume, (c_desc, a_smem, b_smem, c_smem, a_scale, b_scale, full, empty, bias_ptr, out_ptr, M, N, K, out_stride, steps, units, 0, MW, BM, BN, BA, J, NS, CB, GROUP, BIAS, ACCUMULATE)),  # noqa: E501
+            (consume, (c_desc, a_smem, b_smem, c_smem, a_scale, b_scale, full, empty, bias_ptr, out_ptr, M, N, K, out_stride, steps, units, 1, MW, BM, BN, BA, J, NS, CB, GROUP, BIAS, ACCUMULATE)),  # noqa: E501
+            (consume, (c_desc, a_smem, b_smem, c_smem, a_scale, b_scale, full, empty, bias_ptr, out_ptr, M, N, K, out_stride, steps, units, 2, MW, BM, BN, BA, J, NS, CB, GROUP, BIAS, ACCUMULATE)),  # noqa: E501
+            (load_operands, (a_desc, b_desc, a_smem, b_smem, full, empty, M, N, K, steps, units, BM, BN, NS, GROUP)),
+            (load_scales, (sa_ptr, sb_ptr, a_scale, b_scale, full, empty, M, N, K, a_stride, b_stride, steps, units, BM, BN, BA, J, NS, GROUP)),  # noqa: E501
+        ], [4, 4, 1, 2], [REGS, REGS, LOADER_REGS, LOADER_REGS])
+    # fmt: on
