@@ -71,7 +71,7 @@ def act(x, KIND: tl.constexpr):
     elif KIND == "silu":
         y = x * sigmoid(x)
     elif KIND == "gelu":
-        tail, bell = normal_tail(x)
+        tail, _bell = normal_tail(x)
         y = tl.fma(-tl.abs(x), tail, tl.maximum(x, 0.0))
     else:
         y = x * sigmoid(tanh_argument(x))

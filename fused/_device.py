@@ -13,6 +13,8 @@ in words rather than bytes, and each feature's 128 tokens leave as one full line
 which propagates NaN and Inf. Four E8M0 bytes travel as one 32-bit word.
 """
 
+# ruff: noqa: SIM300
+
 from __future__ import annotations
 
 import triton
@@ -262,7 +264,7 @@ def emit_rows(
     w, rows, row0, col0, M, K2, q_ptr, s_ptr, DTYPE: tl.constexpr,
     BC: tl.constexpr, E5: tl.constexpr, FLOOR: tl.constexpr, SWIZZLED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """qdata and scales of tokens `row0 + rows`, in 1 x BC tiles."""
+    """Quantize and store scales of tokens `row0 + rows`, in 1 x BC tiles."""
     words = quantize_rows(w, rows, row0, col0, M, K2, q_ptr, DTYPE, BC, E5, FLOOR)
     c = col0 // 32 + 4 * tl.arange(0, w.shape[1] // 64)
     store_scale(s_ptr, words, (row0 + rows)[:, None], c[None, :], M, K2 // 16, SWIZZLED, ALIGNED)
@@ -445,7 +447,7 @@ def emit_tile(
         store_scale(s_ptr, words, r, r0[:, None] * 0 + col0 // 32, M, K2 // 16, SWIZZLED, R_ALIGNED)
     if R_BR > 1:
         lo, hi = column_amax(w0, w1, w2, w3, R_BR, DTYPE, REPS)
-        inv, same = block_scales(lo, hi, R_BC, R_E5, R_FLOOR)
+        inv, _same = block_scales(lo, hi, R_BC, R_E5, R_FLOOR)
         factor = spread(as_float(inv), REPS, 64)
         store_rows(scaled_row(w0, factor, DTYPE, R_E5), r0, row0, col0, M, K2, q_ptr)
         store_rows(scaled_row(w1, factor, DTYPE, R_E5), r1, row0, col0, M, K2, q_ptr)

@@ -20,7 +20,7 @@ CHUNK = tl.constexpr(128)
 
 @triton.jit
 def chunk_sums(x):
-    """x (R, C / 2), a word's two values already added, to (R, C / 128): the sum of each chunk."""
+    """Sums of the chunks: (R, C / 2), a word's two values already added, to (R, C / 128)."""
     return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 64, 64)), axis=2)
 
 

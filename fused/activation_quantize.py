@@ -8,6 +8,8 @@ Results equal `reference_ops` within one unit in the last place of the rounded d
 bitwise.
 """
 
+# ruff: noqa: D103
+
 from __future__ import annotations
 
 from typing import Any
@@ -19,7 +21,17 @@ from torch import Tensor
 
 from . import launch
 from ._activation_math import act, slope
-from ._device import emit_columns, emit_rows, emit_tile, load_words, pack, row_index, store_rows, store_rows_until, unpack
+from ._device import (
+    emit_columns,
+    emit_rows,
+    emit_tile,
+    load_words,
+    pack,
+    row_index,
+    store_rows,
+    store_rows_until,
+    unpack,
+)
 from .launch import DTYPES, dense_rows, plan_emission, words
 from .norm_quantize import sum_strips
 from .quantize import quantize_both
@@ -173,9 +185,11 @@ def activation_backward_kernel(
     T_ALIGN: tl.constexpr, SWIZZLED: tl.constexpr, REPS: tl.constexpr,
 ):  # fmt: skip
     """One output of a 128 x 128 tile; consecutive programs make the tile's other outputs and find its inputs in the L2
-    cache, since several outputs at a time would not fit the registers. The gradient of `inner` goes to (M, 8 * OUT8) outputs at column 0, that of `up` to outputs of
+    cache, since several outputs at a time would not fit the registers. The gradient
+    of `inner` goes to (M, 8 * OUT8) outputs at column 0, that of `up` to outputs of
     the same width at column 8 * UP_OFFSET8: the second half of the same matrix, or the start of another.
-    `partial` is (strips, [sums of inner K | sums of up K])."""
+    `partial` is (strips, [sums of inner K | sums of up K]).
+    """
     K2 = K8 * 4
     chunks = tl.cdiv(K8, 16)
     OUTPUTS: tl.constexpr = 1 + (1 if GATED else 0) + (1 if A_BR > 0 else 0)
@@ -243,9 +257,13 @@ def activation_quantize(
     if rows and cols and (high or plan.any):
         inner = dense_rows(inner)
         other = inner if up is None else dense_rows(up)
-        common: dict[str, Any] = dict(
-            KIND=act_kind, GATED=up is not None, EMIT_HIGH=high, DTYPE=DTYPES[x.dtype], HIGH=DTYPES[out_dtype]
-        )
+        common: dict[str, Any] = {
+            "KIND": act_kind,
+            "GATED": up is not None,
+            "EMIT_HIGH": high,
+            "DTYPE": DTYPES[x.dtype],
+            "HIGH": DTYPES[out_dtype],
+        }
         strides = (other.stride(0) // 8, inner.stride(0) // 8)
         if plan.rows_alone:
             row = launch.activation_row_config(cols)
@@ -300,7 +318,7 @@ def activation_backward(
     now = (rowwise, colwise) if fused else (None, None)
     act_now = act_colwise if launch.one_pass(act_colwise) else None
     high = emit_high or not fused
-    layout: dict[str, Any] = dict(swizzled=swizzled, pad_tokens=pad_tokens)
+    layout: dict[str, Any] = {"swizzled": swizzled, "pad_tokens": pad_tokens}
     width = 2 * cols if packed else cols
     plan = plan_emission(x, rows, width, *now, **layout)
     up_plan = plan_emission(x, rows, cols, *(now if gate is not None else (None, None)), **layout)

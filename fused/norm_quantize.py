@@ -4,10 +4,12 @@ Forward moves itemsize bytes in and 1 + 1/32 out per element and orientation. Ro
 rows. A transpose needs 128 tokens at a time, which as whole rows do not fit a multiprocessor: there, programs that
 take row statistics run some strips of 128 tokens ahead of programs that hold 128 x 128 tiles (`_row_stats`), and
 the second read of x comes from the L2 cache.
-Backward has the same two roles: row sums, with the sums of dweight and dbias over 32 tokens each, then dx and its MXFP8. A
-second launch adds up the partial weight gradients in a fixed order.
+Backward has the same two roles: row sums, with the sums of dweight and dbias over 32 tokens each, then dx and its
+MXFP8. A second launch adds up the partial weight gradients in a fixed order.
 Results equal `reference_ops` within one unit in the last place of the rounded dtype; given the same rounded y, bitwise.
 """
+
+# ruff: noqa: D103
 
 from __future__ import annotations
 
@@ -32,7 +34,6 @@ from .launch import DTYPES, Emission, dense_rows, plan_emission, words
 from .quantize import quantize_both
 from .reference_ops import NORM_KINDS, check_kind, check_matrix, check_same, empty
 from .spec import QuantSpec
-
 
 SCALARS = ["M", "K8", "LD8", "LDR8", "LDG8", "MT", "LEAD", "eps"]
 
@@ -99,7 +100,8 @@ def norm_rows_kernel(
     SWIZZLED: tl.constexpr, R: tl.constexpr, C: tl.constexpr, LOG2: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """RUN times R whole rows, C >= K a power of two, 2**LOG2 = C / 128; the next ones are loaded before these are
-    worked on."""
+    worked on.
+    """
     K2 = K8 * 4
     first = tl.program_id(0).to(tl.int64) * (R * RUN)
     rows = tl.arange(0, R)
@@ -144,7 +146,8 @@ def norm_tile_kernel(
     R: tl.constexpr, SUMMING: tl.constexpr,
 ):  # fmt: skip
     """Of every `SUMMING + chunks` programs the first ones take the statistics of strip u, each of as many rows, R rows
-    of 128 * 2**LOG2 >= K features at a time; the others a 128 x 128 tile each of strip u - LEAD."""
+    of 128 * 2**LOG2 >= K features at a time; the others a 128 x 128 tile each of strip u - LEAD.
+    """
     K2 = K8 * 4
     chunks = tl.cdiv(K8, 16)
     u = tl.program_id(0) // (SUMMING + chunks)
@@ -389,9 +392,13 @@ def norm_quantize(
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     plan = plan_emission(x, rows, cols, now_row, now_col, swizzled=swizzled, pad_tokens=pad_tokens)
     if rows and cols:
-        flags = dict(
-            LAYER=layer, RES=residual is not None, WEIGHT=weight is not None, BIAS=bias is not None, EMIT_HIGH=high
-        )  # fmt: skip
+        flags = {
+            "LAYER": layer,
+            "RES": residual is not None,
+            "WEIGHT": weight is not None,
+            "BIAS": bias is not None,
+            "EMIT_HIGH": high,
+        }
         _launch_forward(x, residual, weight, bias, eps, y, h, mean, rstd, plan, flags)
     outputs = list(plan.outputs)
     if late:
@@ -417,9 +424,12 @@ def _launch_forward(
     x = dense_rows(x)
     residual = x if residual is None else dense_rows(residual)
     features = [x if t is None else t.contiguous() for t in (weight, bias)]
-    dtypes = dict(
-        DTYPE=DTYPES[x.dtype], HIGH=DTYPES[y.dtype], W_DTYPE=DTYPES[features[0].dtype], B_DTYPE=DTYPES[features[1].dtype]
-    )
+    dtypes = {
+        "DTYPE": DTYPES[x.dtype],
+        "HIGH": DTYPES[y.dtype],
+        "W_DTYPE": DTYPES[features[0].dtype],
+        "B_DTYPE": DTYPES[features[1].dtype],
+    }
     read = [words(t) for t in features]
     y = words(y)
     row = launch.norm_row_config(cols)

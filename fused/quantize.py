@@ -6,6 +6,8 @@ for stochastic rounding and the Hadamard transform.
 Bits equal `reference.quantize_spec`.
 """
 
+# ruff: noqa: D103
+
 from __future__ import annotations
 
 import torch
@@ -210,7 +212,7 @@ def _quantize_nearest(x: Tensor, plan: Emission, rowwise: bool, colwise: bool) -
     if not colwise:
         flags.update(C_BR=0)
     if not colwise and flags["R_BR"] == 1:
-        row = launch.row_config(cols)
+        row = launch.quantize_row_config(cols)
         grid = (-(-launch_rows(rows, flags) // row.rows) * -(-cols // row.cols),)
         quantize_rows_kernel[grid](
             words(x), *plan.pointers[:2], rows, cols // 8, x.stride(0) // 8, DTYPE=DTYPES[x.dtype],

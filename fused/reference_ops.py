@@ -9,6 +9,8 @@ name, so a table can hold either. Common to all of them:
 - qdata and scales are uint8 storage. `qdata` is (M, K) and `scale` (M, ceil(K / 32)); `qdata_t` is (K, M)
   contiguous, K-major for the GEMM that contracts over M, and `scale_t` (K, ceil(M / 32)). With
   `swizzled=True` both scales are 1-D in the 128x4 layout of `scale_layout`, padding zeroed.
+- `pad_tokens` rounds the token dimension of `qdata_t` and `scale_t` up to a multiple of it, zero past M, so that a GEMM
+  over the tokens may read whole tiles.
 - An output nobody asked for is an empty (0,) tensor of its dtype, so the tuples have one length.
 - Arithmetic is fp32 inside. A value is rounded once, to the dtype its consumer would have multiplied in,
   and quantized from that rounded value: fused equals "store it, then quantize", bitwise.
@@ -43,6 +45,7 @@ def quantize_both(
     stream: int = 0,
     *,
     swizzled: bool = False,
+    pad_tokens: int = 1,
 ) -> Quantized:
     """Quantize a matrix along its rows, its columns or both.
 
@@ -61,6 +64,7 @@ def quantize_both(
         qdata, scale = quantize_spec(x, rowwise, axis=-1, seed=seed, stream=stream)
         outputs[0], outputs[1] = qdata.contiguous().view(torch.uint8), _stored(scale, swizzled)
     if colwise is not None:
+        x = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % pad_tokens))
         qdata, scale = quantize_spec(x, colwise, axis=-2, seed=seed, stream=stream)
         outputs[2], outputs[3] = qdata.t().contiguous().view(torch.uint8), _stored(scale.t(), swizzled)
     return outputs[0], outputs[1], outputs[2], outputs[3]
@@ -81,6 +85,7 @@ def norm_quantize(
     seed: Tensor | None = None,
     stream: int = 0,
     swizzled: bool = False,
+    pad_tokens: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`h = x + residual`, `y = norm(h) * weight + bias`, MXFP8 of y.
 
@@ -115,7 +120,7 @@ def norm_quantize(
     if bias is not None:
         y = y + bias.float()
     y = y.to(out_dtype)
-    quantized = quantize_both(y, rowwise, colwise, seed, stream, swizzled=swizzled)
+    quantized = quantize_both(y, rowwise, colwise, seed, stream, swizzled=swizzled, pad_tokens=pad_tokens)
     return y if emit_high else empty(x, out_dtype), residual_out, *quantized, mean, rstd
 
 
@@ -134,6 +139,7 @@ def norm_backward(
     seed: Tensor | None = None,
     stream: int = 0,
     swizzled: bool = False,
+    pad_tokens: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradient of `norm_quantize` in its input (and residual: they share it), weight and bias.
 
@@ -168,7 +174,12 @@ def norm_backward(
     dx = dx.to(h.dtype)
     dweight = empty(h, torch.float32) if weight is None else (grad * normalized).sum(dim=0)
     dbias = grad.sum(dim=0) if has_bias else empty(h, torch.float32)
-    return dx, dweight, dbias, *quantize_both(dx, rowwise, colwise, seed, stream, swizzled=swizzled)
+    return (
+        dx,
+        dweight,
+        dbias,
+        *quantize_both(dx, rowwise, colwise, seed, stream, swizzled=swizzled, pad_tokens=pad_tokens),
+    )
 
 
 def activation_quantize(
@@ -183,6 +194,7 @@ def activation_quantize(
     seed: Tensor | None = None,
     stream: int = 0,
     swizzled: bool = False,
+    pad_tokens: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`y = act(x)`, or `act(gate) * x` for a gated kind, and MXFP8 of y.
 
@@ -203,7 +215,7 @@ def activation_quantize(
     if up is not None:
         y = y * up.float()
     y = y.to(out_dtype)
-    quantized = quantize_both(y, rowwise, colwise, seed, stream, swizzled=swizzled)
+    quantized = quantize_both(y, rowwise, colwise, seed, stream, swizzled=swizzled, pad_tokens=pad_tokens)
     return y if emit_high else empty(x, out_dtype), *quantized
 
 
@@ -222,6 +234,7 @@ def activation_backward(
     seed: Tensor | None = None,
     stream: int = 0,
     swizzled: bool = False,
+    pad_tokens: int = 1,
 ) -> tuple[Tensor, ...]:
     """Gradient of `activation_quantize` in x and gate, MXFP8 of it, and the activation's transposed qdata again.
 
@@ -259,14 +272,16 @@ def activation_backward(
     assert dx is not None
     nothing, none8 = empty(x, torch.float32), empty(x, torch.uint8)
     sums = [d.float().sum(dim=0) if want_bias_grad and d is not None else nothing for d in (dx, dgate)]
-    quantized = quantize_both(dx, rowwise, colwise, seed, stream, swizzled=swizzled)
+    quantized = quantize_both(dx, rowwise, colwise, seed, stream, swizzled=swizzled, pad_tokens=pad_tokens)
     gate_quantized = (none8,) * 4
     if dgate is not None:
-        gate_quantized = quantize_both(dgate, rowwise, colwise, seed, stream, swizzled=swizzled)
+        gate_quantized = quantize_both(dgate, rowwise, colwise, seed, stream, swizzled=swizzled, pad_tokens=pad_tokens)
     act_quantized = (none8, none8)
     if act_colwise is not None:
         y = _act(inner_f, act) if up is None else _act(inner_f, act) * up.float()
-        act_quantized = quantize_both(y.to(high), None, act_colwise, seed, stream, swizzled=swizzled)[2:]
+        act_quantized = quantize_both(
+            y.to(high), None, act_colwise, seed, stream, swizzled=swizzled, pad_tokens=pad_tokens
+        )[2:]
     highs = (dx, empty(x, x.dtype) if dgate is None else dgate) if emit_high else (empty(x, x.dtype),) * 2
     return *highs, *sums, *quantized, *gate_quantized, *act_quantized
 
@@ -327,7 +342,19 @@ def _act(x: Tensor, act: str) -> Tensor:
         return rectified if act == "relu" else rectified * rectified
     if act == "silu":
         return x * torch.sigmoid(x)
-    return torch.nn.functional.gelu(x, approximate="tanh" if act == "gelu_tanh" else "none")
+    if act == "gelu":
+        return x * _normal_cdf(x)
+    return x * torch.sigmoid(_tanh_argument(x))
+
+
+def _normal_cdf(x: Tensor) -> Tensor:
+    """`0.5 (1 + erf(x / sqrt 2))` without the cancellation that leaves its negative tail no correct digit."""
+    return 0.5 * torch.erfc(x * -math.sqrt(0.5))
+
+
+def _tanh_argument(x: Tensor) -> Tensor:
+    """`2 u` of gelu's approximation `0.5 (1 + tanh u) = sigmoid(2 u)`, again without the cancellation."""
+    return 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
 
 
 def _act_grad(x: Tensor, act: str) -> Tensor:
@@ -340,7 +367,7 @@ def _act_grad(x: Tensor, act: str) -> Tensor:
         return sigmoid * (1 + x * (1 - sigmoid))
     if act == "gelu":
         density = torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
-        return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * density
-    beta, kappa = math.sqrt(2 / math.pi), 0.044715
-    tanh = torch.tanh(beta * (x + kappa * x * x * x))
-    return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * beta * (1 + 3 * kappa * x * x)
+        return _normal_cdf(x) + x * density
+    sigmoid = torch.sigmoid(_tanh_argument(x))
+    inner = 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x * x)
+    return sigmoid * (1 + x * inner * (1 - sigmoid))
