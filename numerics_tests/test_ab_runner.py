@@ -31,7 +31,14 @@ from mxfp8_recipe.monitors.shadow import compare_same_weights
 from mxfp8_recipe.monitors.verdict import Outcome
 
 CPU = torch.device("cpu")
-TINY = {"data": "ab_tiny:data", "model": "ab_tiny:model", "batch_size": 200, "seeds": 2, "device": "cpu"}
+TINY = {
+    "data": "ab_tiny:data",
+    "model": "ab_tiny:model",
+    "batch_size": 200,
+    "learning_rate": 0.005,
+    "seeds": 2,
+    "device": "cpu",
+}
 AUTOCAST = partial(precision, CPU, autocast=True)
 
 

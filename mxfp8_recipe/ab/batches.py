@@ -29,8 +29,17 @@ class CheckedBatches:
 
     def __init__(self, dataset: Dataset, part: str, batch_size: int, *, limit: int = CACHE_BYTES) -> None:
         self.dataset, self.part, self.batch_size, self.limit = dataset, part, batch_size, limit
-        self.rows: int | None = None
+        self._rows: int | None = None
         self._kept: list[Batch] | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many there are; goes through them all, and checks them, if nobody has yet."""
+        if self._rows is None:
+            for _ in self:
+                pass
+        assert self._rows is not None
+        return self._rows
 
     def __iter__(self) -> Iterator[Batch]:
         if self._kept is not None:
@@ -40,7 +49,7 @@ class CheckedBatches:
         kept: list[Batch] | None = []
         size = seen = 0
         for batch in source(self.batch_size):
-            if self.rows is None:
+            if self._rows is None:
                 check_batch(batch, self.dataset.spec, f"{self.part} rows {seen} to {seen + len(batch) - 1}")
             seen += len(batch)
             size += _bytes(batch)
@@ -51,7 +60,7 @@ class CheckedBatches:
             yield batch
         if not seen:
             raise DataError(f"data {self.dataset.name}: it has no {self.part} rows; ask for more rows")
-        self.rows, self._kept = seen, kept
+        self._rows, self._kept = seen, kept
 
 
 def _bytes(batch: Batch) -> int:

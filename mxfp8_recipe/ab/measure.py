@@ -86,7 +86,7 @@ class Measurer:
         if arm.quantized:
             self._apply(model)
         try:
-            progressive, steps = trainer.train(model, arm, seed, self.train_rows)
+            progressive, steps = trainer.train(model, arm, seed, self.train_rows, self.train_rows.rows)
         except Diverged as error:
             if arm.name != CANDIDATE:
                 raise
@@ -160,8 +160,8 @@ class Measurer:
             arm=arm.name,
             seed=seed,
             steps=steps,
-            train_rows=self.train_rows.rows or 0,
-            heldout_rows=self.heldout_rows.rows or 0,
+            train_rows=self.train_rows.rows,
+            heldout_rows=self.heldout_rows.rows,
             window_rows=progressive.window_rows(),
             seconds=seconds,
             tasks=tuple(tasks),
@@ -173,8 +173,8 @@ class Measurer:
             arm=arm.name,
             seed=seed,
             steps=0,
-            train_rows=self.train_rows.rows or 0,
-            heldout_rows=self.heldout_rows.rows or 0,
+            train_rows=self.train_rows.rows,
+            heldout_rows=self.heldout_rows.rows,
             window_rows=0,
             seconds=seconds,
             diverged=message,

@@ -91,7 +91,7 @@ def _axes(x: str, y: str, height: float = 3.2) -> Axes:
 def _svg(axes: Axes, title: str, *, legend: bool = True) -> str:
     """An <svg> element that scales to its container, named for readers who cannot see it."""
     if legend and axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=8)
+        axes.figure.legend(loc="outside upper left", ncols=3, frameon=False, fontsize=8)
     figure, buffer = axes.figure, io.StringIO()
     metadata = {"Date": None, "Creator": None, "Title": title}
     figure.savefig(buffer, format="svg", metadata=metadata)  # pyright: ignore[reportAttributeAccessIssue]

@@ -79,10 +79,11 @@ class Runner:
         units = self._missing()
         with self._progress() as progress:
             bars: dict[Unit, TaskID] = {}
+            total = self.measurer.train_rows.rows * self.config.epochs
 
             def on_step(unit: Unit, rows: int, loss: float) -> None:
                 if unit not in bars:
-                    bars[unit] = progress.add_task(f"seed {unit[0]} {unit[1]}", total=None, loss="")
+                    bars[unit] = progress.add_task(f"seed {unit[0]} {unit[1]}", total=total, loss="")
                 progress.update(bars[unit], completed=rows, loss=f"loss {loss:.4f}")
 
             if self.config.jobs == 1 or len(units) < 2:
@@ -96,7 +97,7 @@ class Runner:
                 self.results.keep(result)
                 unit = (result.seed, result.arm)
                 if unit in bars:
-                    progress.update(bars[unit], total=result.train_rows * self.config.epochs)
+                    progress.update(bars[unit], completed=total)
                 if not self.console.is_terminal:
                     line = f"seed {result.seed} {result.arm}: {result.steps} steps in {result.seconds:.1f} s"
                     self.console.print(line, highlight=False)

@@ -78,8 +78,15 @@ class Optimizers:
             rate = learning_rate * EMBEDDING_LEARNING_RATE
             self.parts.append(torch.optim.Adagrad(list(embeddings.values()), lr=rate, fused=fused or None))
 
-    def step(self) -> None:
+    def step(self, remaining: float) -> None:
+        """Take a step at a learning rate scaled by the share of training that remains.
+
+        A linear decay to zero averages out the last batches; twins would otherwise differ by where they stopped.
+        """
         for part in self.parts:
+            for group in part.param_groups:
+                group.setdefault("initial_lr", group["lr"])
+                group["lr"] = group["initial_lr"] * remaining
             part.step()
             part.zero_grad()
 
@@ -159,8 +166,17 @@ class Trainer:
     correction: SamplingCorrection
     on_step: OnStep = lambda rows, loss: None
 
-    def train(self, model: nn.Module, arm: Arm, seed: int, batches: Iterable[Batch]) -> tuple[Predictions, int]:
+    def train(
+        self, model: nn.Module, arm: Arm, seed: int, batches: Iterable[Batch], total_rows: int
+    ) -> tuple[Predictions, int]:
         """Progressive training: the predictions of the first epoch, each made before its row was trained on.
+
+        Args:
+            model: trained in place.
+            arm: the precision of forward and backward; a recipe has been applied already.
+            seed: of dropout.
+            batches: gone through once an epoch.
+            total_rows: rows of an epoch, for the decay of the learning rate.
 
         Returns:
             Those predictions and the number of steps.
@@ -177,6 +193,7 @@ class Trainer:
         for epoch in range(self.epochs):
             for host_batch in batches:
                 batch = host_batch.to(self.device)
+                remaining = 1 - rows / (total_rows * self.epochs)
                 step, rows = step + 1, rows + len(batch)
                 if epoch == 0 and separate:
                     predictions.add(self.predict(model, arm, batch), batch, self.correction)
@@ -192,7 +209,7 @@ class Trainer:
                 if epoch == 0 and not separate:
                     predictions.add(logits, batch, self.correction)
                 loss.backward()
-                optimizers.step()
+                optimizers.step(remaining)
                 self.on_step(rows, value)
         return predictions, step
 
