@@ -1,0 +1,236 @@
+"""MXFP8 GEMMs against cuBLAS: BF16, which they must beat, and FP8 with a scale per row, the practical ceiling.
+
+    python benchmarks/bench_gemm.py [--out FILE] [--commit HASH] [--only SUBSTRING]
+
+Every provider gives a correct result first or no number. It runs in a CUDA graph over rotated inputs, after the same
+pause as every other, in rounds that take the providers in turn: a GPU at its power limit slows down with the load
+before, so a provider timed last would pay for the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from fused import reference
+from fused.gemm import hopper
+
+L2_BYTES = 200e6  # rotated inputs exceed this
+ROUNDS, REPLAYS, PAUSE_S = 5, 5, 0.03
+ROWS_CHECKED = 256
+MAX_ERROR = 2.5e-3  # BF16 output rounds to 1.7e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of GEMM: tiles of its operands, and shapes as tokens x out x in, contraction last."""
+
+    variant: str
+    a_tile: tuple[int, int]
+    b_tile: tuple[int, int]
+    shapes: tuple[tuple[int, int, int], ...]
+
+
+SQUARE, ADS = (8192, 8192, 8192), (65536, 1024, 1024)
+CASES = (
+    Case(
+        "tile=128,mode=graph",
+        (1, 128),
+        (128, 128),
+        (SQUARE, (16384, 4096, 4096), ADS, (65536, 512, 2048), (262144, 512, 512), (65536, 2048, 512)),
+    ),
+    Case("tile=128,op=wgrad,mode=graph", (1, 128), (1, 128), ((1024, 1024, 65536), (512, 512, 262144))),
+    Case("tile=32x32,mode=graph", (1, 32), (32, 32), (SQUARE, ADS)),
+    Case("tile=1x32,mode=graph", (1, 32), (1, 32), (SQUARE, ADS)),
+)
+
+
+@dataclass
+class Operands:
+    """One set of inputs in every form a provider reads."""
+
+    x: Tensor
+    w: Tensor
+    a: tuple[Tensor, Tensor]
+    b: tuple[Tensor, Tensor]
+    ones: tuple[Tensor, Tensor]
+
+
+def make_operands(shape: tuple[int, int, int], case: Case) -> Operands:
+    m, n, k = shape
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
+    ones = torch.ones(m, 1, device="cuda"), torch.ones(1, n, device="cuda")
+    return Operands(x, w, quantize(x, case.a_tile), quantize(w, case.b_tile), ones)
+
+
+def quantize(x: Tensor, tile: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    parts = [reference.quantize(rows, tile=tile) for rows in x.split(max(128, 2**24 // x.shape[1] // 128 * 128))]
+    return torch.cat([q for q, _ in parts]), torch.cat([s.view(torch.uint8) for _, s in parts])
+
+
+def providers(case: Case) -> dict[str, Callable[[Operands], Tensor]]:
+    def ours(o: Operands) -> Tensor:
+        return hopper.gemm(*o.a, *o.b, out_dtype=torch.bfloat16, a_tile=case.a_tile, b_tile=case.b_tile)
+
+    def bf16(o: Operands) -> Tensor:
+        return o.x @ o.w.t()
+
+    def cublas_fp8_rowwise(o: Operands) -> Tensor:
+        return torch._scaled_mm(o.a[0], o.b[0].t(), *o.ones, out_dtype=torch.bfloat16, use_fast_accum=True)  # pyright: ignore[reportReturnType]
+
+    return {"ours": ours, "bf16": bf16, "cublas_fp8_rowwise": cublas_fp8_rowwise}
+
+
+def relative_error(out: Tensor, o: Operands) -> float:
+    """Of a sample of rows, against float64 on the dequantized operands."""
+    rows = torch.linspace(0, out.shape[0] - 1, min(ROWS_CHECKED, out.shape[0]), device=out.device).long()
+    exact = torch.zeros(len(rows), out.shape[1], dtype=torch.float64, device=out.device)
+    (a, sa), (b, sb) = o.a, o.b
+    for k in range(0, a.shape[1], 16384):
+        block = slice(k // 32, (k + 16384) // 32)
+        x = reference.dequantize(a[rows, k : k + 16384], sa[rows, block], dtype=torch.float64)
+        w = reference.dequantize(b[:, k : k + 16384].contiguous(), sb[:, block].contiguous(), dtype=torch.float64)
+        exact += x @ w.t()
+    finite = not bool(out.isnan().any())
+    return float((out[rows].double() - exact).norm() / exact.norm()) if finite else float("nan")
+
+
+def capture(run: Callable[[Operands], Tensor], sets: list[Operands]) -> torch.cuda.CUDAGraph:
+    for o in sets:
+        run(o)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for o in sets:
+            run(o)
+    return graph
+
+
+def time_in_turn(graphs: dict[str, torch.cuda.CUDAGraph], launches: int) -> dict[str, list[float]]:
+    """Sorted milliseconds a launch of each provider."""
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(ROUNDS):
+        for name, graph in graphs.items():
+            time.sleep(PAUSE_S)
+            graph.replay()
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+            marks[0].record()
+            for mark in marks[1:]:
+                graph.replay()
+                mark.record()
+            torch.cuda.synchronize()
+            times[name] += [start.elapsed_time(stop) / launches for start, stop in itertools.pairwise(marks)]
+    return {name: sorted(values) for name, values in times.items()}
+
+
+def measure(case: Case, shape: tuple[int, int, int], stamp: dict[str, str]) -> list[dict[str, Any]]:
+    m, n, k = shape
+    bytes_read = 2 * (m + n) * k
+    sets = [make_operands(shape, case) for _ in range(max(2, min(8, round(L2_BYTES / bytes_read))))]
+    runs = providers(case)
+    error = relative_error(runs["ours"](sets[0]), sets[0])
+    if not error < MAX_ERROR:
+        print(f"{case.variant} {m}x{n}x{k}: no number, relative error {error:.2e}", file=sys.stderr)
+        runs.pop("ours")
+    times = time_in_turn({name: capture(run, sets) for name, run in runs.items()}, len(sets))
+    median = {name: values[len(values) // 2] for name, values in times.items()}
+    ceiling = 2e-9 * m * n * k / median["cublas_fp8_rowwise"]
+    rows = []
+    for name, values in times.items():
+        tflops = 2e-9 * m * n * k / median[name]
+        rows.append(
+            {
+                "bench": "gemm",
+                "case": f"{m}x{n}x{k}",
+                "variant": case.variant,
+                "provider": name,
+                "ms_median": round(median[name], 5),
+                "ms_p10": round(values[len(values) // 10], 5),
+                "ms_p90": round(values[len(values) * 9 // 10], 5),
+                "tflops": round(tflops, 1),
+                "ceiling": round(ceiling, 1),
+                "pct_of_ceiling": round(100 * tflops / ceiling, 1),
+                "ratio_to_bf16": round(median["bf16"] / median[name], 3),
+                **stamp,
+            }
+        )
+    return rows
+
+
+def host_microseconds(stamp: dict[str, str], calls: int = 300) -> dict[str, Any]:
+    """Host time of an eager call, on a shape whose device time is far below it."""
+    case = CASES[0]
+    o = make_operands((256, 256, 256), case)
+    run = providers(case)["ours"]
+    samples = []
+    for _ in range(7):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            run(o)
+        samples.append((time.perf_counter() - start) / calls * 1e3)
+        torch.cuda.synchronize()
+    samples.sort()
+    return {
+        "bench": "gemm",
+        "case": "256x256x256",
+        "variant": "tile=128,mode=eager,op=host",
+        "provider": "ours",
+        "ms_median": round(samples[3], 5),
+        "ms_p10": round(samples[0], 5),
+        "ms_p90": round(samples[-1], 5),
+        **stamp,
+    }
+
+
+def commit_hash() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, help="append JSON lines here")
+    parser.add_argument("--commit", default=None, help="recorded commit (default: of the working tree)")
+    parser.add_argument("--only", default="", help="only variants that contain this")
+    args = parser.parse_args()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        sys.exit("bench_gemm: needs a Hopper GPU")
+    stamp = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": args.commit or commit_hash(),
+    }
+    torch.manual_seed(0)
+    rows = [host_microseconds(stamp)]
+    print(f"host: {rows[0]['ms_median'] * 1e3:.1f} us a call")
+    for case in CASES:
+        for shape in case.shapes if args.only in case.variant else ():
+            found = measure(case, shape, stamp)
+            rows += found
+            torch.cuda.empty_cache()
+            line = "  ".join(f"{r['provider']} {r['tflops']:.0f} ({r['ratio_to_bf16']:.2f}x)" for r in found)
+            print(f"{case.variant:30} {found[0]['case']:18} {line}", flush=True)
+    if args.out is not None:
+        with args.out.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+if __name__ == "__main__":
+    main()
