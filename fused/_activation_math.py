@@ -90,7 +90,8 @@ def slope(x, KIND: tl.constexpr):
         d = s * tl.fma(x, 1.0 - s, 1.0)
     elif KIND == "gelu":
         tail, bell = normal_tail(x)
-        d = tl.fma(x * bell, 0.3989422804014327, tl.where(x > 0, 1.0 - tail, tail))
+        odd = tl.fma(x * bell, 0.3989422804014327, tl.where(x > 0, -tail, tail))
+        d = tl.where(x > 0, odd + 1.0, odd)
     else:
         s = sigmoid(tanh_argument(x))
         d = s * tl.fma(x * tl.fma(x * x, 0.21406443846156, 1.5957691216057308), 1.0 - s, 1.0)

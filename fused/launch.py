@@ -60,32 +60,33 @@ def quantize_row_config(features: int) -> RowConfig:
     return RowConfig(rows=max(1, 4096 // cols), cols=cols, warps=4)
 
 
-def norm_row_config(features: int) -> RowConfig | None:
+def norm_row_config(features: int, plain: bool) -> RowConfig | None:
     """As few warps a row as registers allow, since warps that share a row wait for each other: one warp up to 1024
     features (97 % at 512, 91 % at 1024; two warps 90 and 88 %), two at 2048 (89 %; four 86 %), four at 4096 (86 %;
     eight 73 %). The next rows are loaded ahead: without it 76 % at 2048, 66 % at 4096.
 
-    None for rows too wide for one program's registers: the tile kernel takes them.
+    `plain`: RMSNorm without residual and bias, whose fewer registers leave room for two rows of 1024. None for rows
+    too wide for one program's registers: the tile kernel takes them.
     """
     cols = max(128, next_power_of_2(features))
     if cols > 16384:
         return None
     if cols <= 1024:
-        return RowConfig(rows=2 if cols > 512 else 1024 // cols, cols=cols, warps=1, run=4)
+        return RowConfig(rows=2 if cols > 512 and plain else 1024 // cols, cols=cols, warps=1, run=4)
     warps = max(2, cols // 1024)
     return RowConfig(rows=1, cols=cols, warps=warps, run=4 if cols <= 2048 else 8)
 
 
-def norm_tile_config(shared_rows: bool) -> TileConfig:
+def norm_tile_config(shared_rows: bool, plain: bool) -> TileConfig:
     """At 80 registers a tile without 1 x N rows does not spill and three programs fit (71 %; two: 62 %). A 1 x N tile
-    would spill (57 % at its 128 registers, 51 % at 80).
+    would spill (57 % at its 128 registers, 51 % at 80), and so would any that is not `plain`.
     """
-    return TileConfig(warps=8, options={"maxnreg": 80} if shared_rows else {})
+    return TileConfig(warps=8, options={"maxnreg": 80} if shared_rows and plain else {})
 
 
-def norm_backward_config() -> TileConfig:
-    """128 registers: two programs a multiprocessor (55 %; one: 41 %)."""
-    return TileConfig(warps=8, options={"maxnreg": 128})
+def norm_backward_config(layer: bool) -> TileConfig:
+    """128 registers: two programs a multiprocessor (55 %; one: 41 %). LayerNorm would spill at 128."""
+    return TileConfig(warps=8, options={} if layer else {"maxnreg": 128})
 
 
 def activation_row_config(features: int) -> RowConfig:

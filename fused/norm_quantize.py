@@ -432,7 +432,8 @@ def _launch_forward(
     }
     read = [words(t) for t in features]
     y = words(y)
-    row = launch.norm_row_config(cols)
+    bare = not (flags["LAYER"] or flags["RES"] or flags["BIAS"])
+    row = launch.norm_row_config(cols, bare)
     if plan.rows_alone and row is not None:
         visited = -(-rows // 128) * 128 if plan.flags["SWIZZLED"] and plan.any else rows
         norm_rows_kernel[(-(-visited // (row.rows * row.run)),)](
@@ -443,7 +444,7 @@ def _launch_forward(
             num_warps=row.warps, enable_fp_fusion=False,
         )  # fmt: skip
         return
-    tile = launch.norm_tile_config(plan.shared_rows)
+    tile = launch.norm_tile_config(plan.shared_rows, bare)
     roles = launch.plan_roles(x, tile, 16384, launch.summing_programs(cols))
     norm_tile_kernel[(roles.programs,)](
         words(x), words(residual), *read, y, words(h), *plan.pointers, mean, rstd, roles.counter,
@@ -511,8 +512,8 @@ def _launch_backward(
     grad_y, h = dense_rows(grad_y), dense_rows(h)
     residual = h if grad_residual is None else dense_rows(grad_residual)
     gain = h if weight is None else weight.contiguous()
-    tile = launch.norm_backward_config()
     layer = kind == "layer"
+    tile = launch.norm_backward_config(layer)
     roles = launch.plan_roles(h, tile, 8192, 4)
     means = torch.empty(2 if layer else 1, rows, dtype=torch.float32, device=h.device)
     partial = torch.empty(roles.strips * 4, sums, dtype=torch.float32, device=h.device)

@@ -1,8 +1,9 @@
 """Checks of the kernels against the reference, on any device, as functions that raise.
 
 Triton reads TRITON_INTERPRET when it is imported, so the interpreted checks run in a process of their own:
-`python kernel_checks.py quantize|norm|activation cpu` with that variable set. On a GPU the same functions run natively on
-real shapes. Every output buffer is poisoned first: a kernel that leaves an element or a padding byte unwritten fails.
+`python kernel_checks.py quantize|norm|activation cpu` with that variable set. On a GPU the same functions run
+natively, real shapes included. Every output buffer is poisoned first: a kernel that leaves an element or a padding byte
+unwritten fails.
 """
 
 from __future__ import annotations

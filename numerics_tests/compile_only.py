@@ -1,0 +1,185 @@
+"""Compile every launch the kernels make on real shapes, for GPUs that are not here, and check what it takes.
+
+    python numerics_tests/compile_only.py [90 100 ...] [--jobs N] [--only NAME]
+
+Launches are recorded from the launchers themselves, so what is compiled is what runs. A launch fails that spills
+registers to local memory or needs more registers or shared memory than a multiprocessor gives one program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fused import activation_quantize, norm_quantize, quantize
+from fused.spec import QuantSpec
+
+MAX_REGISTERS = 255
+MAX_SHARED = 227 * 1024
+BF16 = torch.bfloat16
+SPECS = {"1x32": QuantSpec(), "1x128": QuantSpec(tile=(1, 128)), "32x32": QuantSpec(tile=(32, 32))}
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+POINTERS = {
+    torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel with the types and compile-time values it was launched with."""
+
+    kernel: str
+    name: str
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    options: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a compiled launch takes: registers a thread, bytes of stack a thread, bytes of shared memory."""
+
+    registers: int
+    stack: int
+    shared: int
+
+    def problem(self) -> str | None:
+        if self.stack:
+            return f"spills {self.stack} bytes a thread"
+        if self.registers > MAX_REGISTERS or self.shared > MAX_SHARED:
+            return f"takes {self.registers} registers and {self.shared} bytes of shared memory"
+        return None
+
+
+def record(module: Any, name: str, call: Any) -> list[Launch]:
+    """The launches `call` makes of kernels of `module`, none of which runs."""
+    launches = []
+
+    def run(kernel, *args, grid, **kwargs):
+        names = kernel.arg_names
+        values = dict(zip(names, args))
+        options = {k: v for k, v in kwargs.items() if k not in names}
+        values.update({k: v for k, v in kwargs.items() if k in names})
+        constants = tuple((p.name, values[p.name]) for p in kernel.params if p.is_constexpr)
+        runtime = tuple((p.name, type_of(values[p.name])) for p in kernel.params if not p.is_constexpr)
+        options.pop("warmup", None)
+        launches.append(Launch(kernel.fn.__name__, name, runtime, constants, tuple(options.items())))
+
+    with mock.patch.object(triton.runtime.jit.JITFunction, "run", run):
+        call()
+    return launches
+
+
+def type_of(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "*" + POINTERS[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def production_launches() -> list[Launch]:
+    """Every kernel in every config that a shipped recipe chooses, on shapes of several widths."""
+    found: dict[tuple, Launch] = {}
+
+    def add(module: Any, name: str, call: Any) -> None:
+        for launch in record(module, name, call):
+            found.setdefault((launch.kernel, launch.constants, launch.options), launch)
+
+    def matrix(cols: int) -> torch.Tensor:
+        return torch.zeros(256, cols, dtype=BF16)
+
+    for tile, spec in SPECS.items():
+        for cols in (512, 1024):
+            for swizzled in (False, True):
+                for other, orient in ((spec, "both"), (None, "row")):
+                    add(
+                        quantize, f"quantize {tile} {orient} {cols} swizzled={swizzled}",
+                        lambda: quantize.quantize_both(matrix(cols), spec, other, swizzled=swizzled),  # noqa: B023
+                    )  # fmt: skip
+        for kind, cols in (("rms", 512), ("rms", 1024), ("rms", 2048), ("rms", 4096), ("layer", 1024)):
+            weight, stats, residual = torch.zeros(cols), torch.zeros(256), matrix(cols) if kind == "layer" else None
+            bias = weight if kind == "layer" else None
+            for other in (spec, None):
+                add(
+                    norm_quantize, f"norm {kind} {tile} {'both' if other else 'row'} {cols}",
+                    lambda: norm_quantize.norm_quantize(
+                        matrix(cols), residual, weight, bias, 1e-5, kind, BF16, spec, other, False  # noqa: B023
+                    ),
+                )  # fmt: skip
+            add(
+                norm_quantize, f"norm backward {kind} {tile} {cols}",
+                lambda: norm_quantize.norm_backward(
+                    matrix(cols), matrix(cols), weight, stats, stats, kind, residual, bias is not None, spec, spec  # noqa: B023
+                ),
+            )  # fmt: skip
+        for kind in ("gelu", "gelu_tanh", "silu", "swiglu", "geglu"):
+            for other in (spec, None):
+                add(
+                    activation_quantize, f"activation {kind} {tile} {'both' if other else 'row'}",
+                    lambda: activation_quantize.activation_quantize(matrix(2048), None, kind, BF16, spec, other, False),  # noqa: B023
+                )  # fmt: skip
+            width = 1024 if kind in ("swiglu", "geglu") else 2048
+            add(
+                activation_quantize, f"activation backward {kind} {tile}",
+                lambda: activation_quantize.activation_backward(
+                    matrix(width), matrix(2048), None, kind, spec, spec, False, spec, emit_high=False  # noqa: B023
+                ),
+            )  # fmt: skip
+    return list(found.values())
+
+
+def compile_launch(launch: Launch, capability: int) -> Usage:
+    modules = (quantize, norm_quantize, activation_quantize)
+    kernel = next(vars(m)[launch.kernel] for m in modules if launch.kernel in vars(m))
+    names = kernel.arg_names
+    signature = dict.fromkeys(names, "constexpr") | dict(launch.signature)
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in launch.constants},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n, kind in launch.signature if kind.startswith("*")},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        output = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    match = re.search(r"REG:(\d+) STACK:(\d+)", output.stdout + output.stderr)
+    assert match, output.stdout
+    return Usage(int(match[1]), int(match[2]), compiled.metadata.shared)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("capabilities", nargs="*", type=int, default=[90, 100])
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", default="", help="part of a launch's name")
+    options = parser.parse_args()
+    launches = [launch for launch in production_launches() if options.only in launch.name]
+    work = [(launch, capability) for capability in options.capabilities for launch in launches]
+    failures = 0
+    with ProcessPoolExecutor(options.jobs) as pool:
+        for (launch, capability), usage in zip(work, pool.map(compile_launch, *zip(*work))):
+            problem = usage.problem()
+            failures += problem is not None
+            print(f"sm_{capability}a {launch.name} {launch.kernel}: {usage} {problem or 'ok'}", flush=True)
+    print(f"triton {triton.__version__}: {len(work)} launches, {failures} failures")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.exit(main())
