@@ -1,8 +1,8 @@
-"""Predicted time of a layer against BF16, from a few measured rates.
+"""Predicted time of a linear against BF16, from a few measured rates of each backend.
 
-The reference backend emulates: it pays for BF16's arithmetic plus the quantization. Its two rates are fitted
-to the linear benchmark of the CPU (`benchmarks/bench_cpu.py`); the ratio depends on them only through their
-quotient.
+`reference` emulates: it pays for BF16's arithmetic plus the quantization; its rates are fitted to
+`benchmarks/bench_cpu.py`. `hopper` multiplies FP8 at a rate that depends on how many elements along the
+contraction share a scale; its rates are read off `benchmarks/results/h200.jsonl`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,30 @@ from .config import BF16, LinearPrecision
 DEFAULT_TOKENS = 4096
 """Tokens assumed for a layer no forward was recorded for."""
 
-_REFERENCE_FLOPS = 160e9
-_REFERENCE_QUANTIZE = 0.3e9
+FAST_RECIPES = {"hopper": "mxfp8_hopper"}
+"""The recipe that suits a backend's speed, where one does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a backend does in a second, forward plus backward.
+
+    Attributes:
+        bf16_flops: of a BF16 GEMM. mx_flops: of an MXFP8 GEMM by elements along K that share a scale.
+        quantized: elements quantized, one orientation.
+        launch: seconds a GEMM costs besides.
+    """
+
+    bf16_flops: float
+    mx_flops: dict[int, float]
+    quantized: float
+    launch: float = 0.0
+
+
+RATES = {
+    "reference": Rates(bf16_flops=160e9, mx_flops={32: 160e9, 128: 160e9}, quantized=0.3e9),
+    "hopper": Rates(bf16_flops=630e12, mx_flops={32: 430e12, 128: 880e12}, quantized=1.2e12, launch=4e-6),
+}
 
 
 @dataclass(frozen=True)
@@ -34,17 +56,26 @@ class Cost:
         return self.bf16 / self.planned if self.planned else 1.0
 
 
-def linear_cost(tokens: int, in_features: int, out_features: int, precision: LinearPrecision | str) -> Cost:
-    """Cost of a linear layer on the reference backend."""
-    gemm = 2.0 * tokens * in_features * out_features / _REFERENCE_FLOPS
+def linear_cost(
+    tokens: int, in_features: int, out_features: int, precision: LinearPrecision | str, backend: str
+) -> Cost:
+    """Cost of a linear layer whose operands are all quantized on their own."""
+    rates = RATES.get(backend, RATES["reference"])
+    flops = 2.0 * tokens * in_features * out_features
+    gemm = flops / rates.bf16_flops + rates.launch
+    if not isinstance(precision, LinearPrecision):
+        return Cost(3 * gemm, 3 * gemm)
     sizes = {
         "input": tokens * in_features,
         "weight": in_features * out_features,
         "grad_output": tokens * out_features,
     }
-    planned = 3 * gemm
-    if isinstance(precision, LinearPrecision):
-        for part in (precision.fprop, precision.dgrad, precision.wgrad):
-            if part != BF16:
-                planned += sum(sizes[name] for name in type(part).model_fields) / _REFERENCE_QUANTIZE
+    planned = 0.0
+    for part in (precision.fprop, precision.dgrad, precision.wgrad):
+        if part == BF16:
+            planned += gemm
+            continue
+        along = min(spec.tile[1] for spec in part.operands)
+        planned += flops / rates.mx_flops[along] + rates.launch
+        planned += sum(sizes[name] for name in type(part).model_fields) / rates.quantized
     return Cost(3 * gemm, planned)

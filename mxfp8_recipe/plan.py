@@ -14,8 +14,9 @@ from rich.table import Table
 from torch import nn
 
 from .config import BF16, LinearPrecision, Override, Recipe
-from .costs import Cost
+from .costs import DEFAULT_TOKENS, FAST_RECIPES, Cost, linear_cost
 from .edges import EdgePlan
+from .recipe_files import load_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +154,20 @@ class Plan:
                 converted += size if _is_linear_mxfp8(layer) else 0
         return converted / total if total else 0.0
 
+    def faster_recipe(self) -> str:
+        """A recipe predicted to be faster than BF16 for these linears on this backend, else `bf16`."""
+        candidate = FAST_RECIPES.get(self.backend)
+        if candidate is None or candidate == self.recipe.name:
+            return BF16
+        precision = load_recipe(candidate).linear
+        costs = [
+            linear_cost(la.tokens or DEFAULT_TOKENS, la.in_features, la.out_features, precision, self.backend)
+            for la in self.converted
+            if la.kind == "linear"
+        ]
+        total = sum(costs, start=Cost(0.0, 0.0))
+        return candidate if costs and total.ratio > 1.0 else BF16
+
     def to_dict(self) -> dict[str, Any]:
         edges = [{"kind": e.kind, "producer": e.producer, "consumers": list(e.consumers), "fused": e.fused,
                   "reason": e.reason, "emit_high": e.emit_high} for e in self.edges]  # fmt: skip
@@ -219,7 +234,7 @@ class Plan:
         if ratio < 0.995:
             lines.append(
                 f"Predicted linear time {ratio:.2f}x of BF16's speed on this device, a loss; "
-                "the faster recipe here is 'bf16'."
+                f"the faster recipe here is {self.faster_recipe()!r}."
             )
         elif self.converted:
             lines.append(f"Predicted linear time: {ratio:.2f}x of BF16's speed.")

@@ -90,7 +90,7 @@ def with_recording(plan: Plan, model: nn.Module, recording: Recording, source: s
     for layer in plan.converted:
         if layer.kind == "attention":
             edges += attention_edges(finder, layer.fqn, AttentionConfig.of(layer.precision), modules[layer.fqn])
-    layers = tuple(_with_tokens(layer, recording.tokens.get(layer.fqn, 0)) for layer in plan.layers)
+    layers = tuple(_with_tokens(layer, recording.tokens.get(layer.fqn, 0), plan.backend) for layer in plan.layers)
     return replace(plan, layers=layers, edges=tuple(edges), recorded=source)
 
 
@@ -187,10 +187,10 @@ def _edge(finder: EdgeFinder, layer: LayerPlan) -> EdgePlan | None:
     return finder.function(layer.fqn) if layer.kind == "linear" else None
 
 
-def _with_tokens(layer: LayerPlan, tokens: int) -> LayerPlan:
+def _with_tokens(layer: LayerPlan, tokens: int, backend: str) -> LayerPlan:
     if layer.kind != "linear" or not tokens:
         return layer
-    cost = linear_cost(tokens, layer.in_features, layer.out_features, layer.precision)
+    cost = linear_cost(tokens, layer.in_features, layer.out_features, layer.precision, backend)
     return replace(layer, tokens=tokens, cost=cost)
 
 
@@ -290,7 +290,8 @@ class _LayerPlanner:
             precision = BF16
         cost = Cost(0.0, 0.0)
         if candidate.kind == "linear":
-            cost = linear_cost(DEFAULT_TOKENS, candidate.in_features, candidate.out_features, precision)
+            shape = (DEFAULT_TOKENS, candidate.in_features, candidate.out_features)
+            cost = linear_cost(*shape, precision, self.backend)
         return LayerPlan(
             fqn=names[0],
             aliases=tuple(names[1:]),

@@ -76,7 +76,7 @@ class ActivationLinearFunction(torch.autograd.Function):
         needs_input = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         y, y_q = _activate(x, gate, kind, weight.dtype, config.fprop[0], "", not config.fprop[0], seed, config)
         w_q = quantize_weight(weight, needs_input, seed, config)
-        saved_w = kept(weight, w_q, config.dgrad[1], config.share_weight) if needs_input else (None, None)
+        saved_w = kept(weight, w_q, config.dgrad[1]) if needs_input else (None, None)
         ctx.save_for_backward(x, gate, *saved_w, seed)
         ctx.kind, ctx.config, ctx.compute_dtype = kind, config, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype

@@ -8,8 +8,7 @@ Both operands of a GEMM are laid out with the contraction last, so every GEMM is
 what contracts over rows is quantized along rows and written transposed.
 
 Saved for backward, in bytes: for wgrad `M*K + M*K/32` (quantized input) or the input itself; for dgrad
-`N*K + N*K/32` (quantized weight) or the weight itself. Where one square-tile quantization serves two GEMMs,
-the row-wise one is saved and transposed in backward.
+`N*K + N*K/32` (quantized weight) or the weight itself.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from torch import Tensor
 
 from .. import backends
 from ..config import GemmPrecision, LinearPrecision
-from ..fused.spec import BLOCK, QuantSpec
 
 INPUT_STREAM, WEIGHT_STREAM, GRAD_STREAM = 0, 1, 2
 """Streams of random bits: the tensors of one call draw independently under one seed."""
@@ -40,8 +38,6 @@ class LinearConfig:
 
     Attributes:
         fprop: specs of (input, weight). dgrad: (grad_output, weight). wgrad: (grad_output, input).
-        share_input: one square quantization of the input serves fprop and wgrad; share_weight, share_grad
-            likewise for the weight (fprop, dgrad) and grad_output (dgrad, wgrad).
         stochastic: some operand is rounded stochastically, so a seed is needed.
         backend: a backend's name, or `"auto"` for the one the input's device gets.
     """
@@ -49,9 +45,6 @@ class LinearConfig:
     fprop: tuple[str, str]
     dgrad: tuple[str, str]
     wgrad: tuple[str, str]
-    share_input: bool
-    share_weight: bool
-    share_grad: bool
     stochastic: bool
     backend: str = "auto"
 
@@ -63,9 +56,6 @@ class LinearConfig:
             fprop=fprop,
             dgrad=dgrad,
             wgrad=wgrad,
-            share_input=_shared(fprop[0], wgrad[1]),
-            share_weight=_shared(fprop[1], dgrad[1]),
-            share_grad=_shared(dgrad[0], wgrad[0]),
             stochastic=stochastic,
             backend=backend,
         )
@@ -73,7 +63,7 @@ class LinearConfig:
     @property
     def input_specs(self) -> tuple[str, str]:
         """Row-wise and column-wise spec of the input, as a producer would emit them for this layer."""
-        return self.fprop[0], "" if self.share_input else self.wgrad[1]
+        return self.fprop[0], self.wgrad[1]
 
 
 def _encode(gemm: GemmPrecision | str) -> tuple[str, str]:
@@ -81,10 +71,6 @@ def _encode(gemm: GemmPrecision | str) -> tuple[str, str]:
         return "", ""
     first, second = gemm.operands
     return first.encode(), second.encode()
-
-
-def _shared(first: str, second: str) -> bool:
-    return bool(first) and first == second and QuantSpec.decode(first).is_square
 
 
 class MXFP8LinearFunction(torch.autograd.Function):
@@ -141,8 +127,8 @@ def linear_forward(
         rowwise, colwise = config.input_specs
         x_q = quantize(x, rowwise, colwise if needs_weight else "", seed, INPUT_STREAM, config.backend)
     w_q = quantize_weight(weight, needs_input, seed, config)
-    saved_x = kept(x, x_q, config.wgrad[1], config.share_input) if needs_weight else (None, None)
-    saved_w = kept(weight, w_q, config.dgrad[1], config.share_weight) if needs_input else (None, None)
+    saved_x = kept(x, x_q, config.wgrad[1]) if needs_weight else (None, None)
+    saved_w = kept(weight, w_q, config.dgrad[1]) if needs_input else (None, None)
     ctx.save_for_backward(*saved_x, *saved_w, seed)
     ctx.config, ctx.input_shape, ctx.input_dtype = config, input.shape, input.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -162,7 +148,6 @@ def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     if needs_input:
         grad_input = dgrad(grad, grad_q, w, w_scale, config).view(ctx.input_shape).to(ctx.input_dtype)
     if needs_weight:
-        x, x_scale = transposed(x, x_scale) if config.share_input else (x, x_scale)
         grad_weight = wgrad(grad, grad_q, x, x_scale, config)
     grad_bias = bias_grad(grad, ctx.bias_dtype) if needs_bias else None
     return grad_input, None, None, None, None, grad_weight, grad_bias, None, None
@@ -177,7 +162,7 @@ def quantize(x: Tensor, rowwise: str, colwise: str, seed: Tensor | None, stream:
 
 def quantize_weight(weight: Tensor, needs_input: bool, seed: Tensor | None, config: LinearConfig) -> Quantized:
     """The weight for fprop and, when dgrad will run, for dgrad: both orientations from one read."""
-    colwise = config.dgrad[1] if needs_input and not config.share_weight else ""
+    colwise = config.dgrad[1] if needs_input else ""
     return quantize(weight, config.fprop[1], colwise, seed, WEIGHT_STREAM, config.backend)
 
 
@@ -185,16 +170,14 @@ def quantize_grad(
     grad: Tensor, needs_input: bool, needs_weight: bool, seed: Tensor | None, config: LinearConfig
 ) -> Quantized:
     """grad_output for the GEMMs of backward that will run."""
-    rowwise = config.dgrad[0] if needs_input or (needs_weight and config.share_grad) else ""
-    colwise = config.wgrad[0] if needs_weight and not config.share_grad else ""
+    rowwise = config.dgrad[0] if needs_input else ""
+    colwise = config.wgrad[0] if needs_weight else ""
     return quantize(grad, rowwise, colwise, seed, GRAD_STREAM, config.backend)
 
 
-def kept(high: Tensor, quantized: Quantized, spec: str, shared: bool) -> tuple[Tensor | None, Tensor | None]:
-    """What backward needs of an operand: qdata and scale of the GEMM that contracts its rows, or the original."""
-    if not spec:
-        return high, None
-    return quantized[:2] if shared else quantized[2:]
+def kept(high: Tensor, quantized: Quantized, spec: str) -> tuple[Tensor | None, Tensor | None]:
+    """What backward needs of an operand: it quantized along its rows, for the GEMM that contracts them, or itself."""
+    return quantized[2:] if spec else (high, None)
 
 
 def fprop(
@@ -211,8 +194,6 @@ def dgrad(grad: Tensor, grad_q: Quantized, w: Tensor, w_scale: Tensor | None, co
     """(M, K) gradient of the input, from what `kept` saved of the weight."""
     if w_scale is None:
         return backends.matmul(grad, w.t(), None, grad.dtype, config.backend)
-    if config.share_weight:
-        w, w_scale = transposed(w, w_scale)
     g_spec, w_spec = config.dgrad
     return backends.gemm(grad_q[0], grad_q[1], g_spec, w, w_scale, w_spec, None, grad.dtype, config.backend)
 
@@ -222,8 +203,6 @@ def wgrad(grad: Tensor, grad_q: Quantized, x: Tensor, x_scale: Tensor | None, co
     if x_scale is None:
         return backends.matmul(grad.t(), x.t(), None, grad.dtype, config.backend)
     g_t, g_t_scale = grad_q[2:]
-    if config.share_grad:
-        g_t, g_t_scale = transposed(*grad_q[:2])
     g_spec, x_spec = config.wgrad
     return backends.gemm(g_t, g_t_scale, g_spec, x, x_scale, x_spec, None, grad.dtype, config.backend)
 
@@ -236,11 +215,3 @@ def shaped(x: Tensor, shape: Any) -> Tensor:
 def bias_grad(grad: Tensor, dtype: torch.dtype) -> Tensor:
     """(N,) gradient of the bias, summed over tokens in fp32."""
     return grad.sum(0, dtype=torch.float32).to(dtype)
-
-
-def transposed(qdata: Any, scale: Any) -> tuple[Tensor, Tensor]:
-    """A square-tile quantization along the last dim, re-read along the first: the same values, contraction last.
-
-    Each tile's byte stands at every (row, block) it covers, so the transposed scales are every BLOCK-th row's.
-    """
-    return qdata.t().contiguous(), scale[::BLOCK].t().repeat_interleave(BLOCK, dim=0)[: qdata.shape[1]].contiguous()

@@ -60,6 +60,7 @@ _TABLE: dict[tuple[str, str], Callable[..., Any] | Kernel] = {
     ("matmul", "reference"): reference.matmul,
     ("matmul", "triton"): reference.matmul_native,
     ("matmul", "hopper"): reference.matmul_native,
+    ("gemm", "hopper"): Kernel("gemm.hopper", "gemm"),
     **{(op, backend): kernel for op, kernel in _MEMORY_BOUND.items() for backend in ("triton", "hopper")},
 }
 """(op, backend) -> callable. An op a backend lacks is missing here, and `describe` says so."""
@@ -80,17 +81,14 @@ def select(device: torch.device) -> str:
     return _native(device)[0] or "reference"
 
 
+@lru_cache(maxsize=64)
 def _native(device: torch.device) -> tuple[str, str]:
-    """The backend made for a device, or `""`, and why not."""
+    """The backend made for a device, or `""`, and why not. Asked by every op, so remembered."""
     if device.type != "cuda":
         return "", f"{device.type} has no MXFP8 kernels"
     if find_spec("triton") is None:
         return "", "triton is not installed; pip install triton"
-    return _of_capability(*torch.cuda.get_device_capability(device))
-
-
-@lru_cache(maxsize=8)
-def _of_capability(major: int, minor: int) -> tuple[str, str]:
+    major, minor = torch.cuda.get_device_capability(device)
     name = "hopper" if major == 9 else "blackwell" if major >= 10 else "triton"
     missing = [op for op in CORE_OPS if (op, name) not in _TABLE]
     if missing:
@@ -103,6 +101,7 @@ def has(op: str, backend: str) -> bool:
     return (op, backend) in _TABLE
 
 
+@lru_cache(maxsize=1024)
 def resolve(op: str, backend: str, device: torch.device) -> Callable[..., Any]:
     """The callable of `op` on `backend` (`"auto"`: the one `device` gets).
 
@@ -114,12 +113,7 @@ def resolve(op: str, backend: str, device: torch.device) -> Callable[..., Any]:
     if found is None:
         having = ", ".join(b for o, b in _TABLE if o == op) or "none"
         raise ValueError(f"backend {name!r} has no op {op!r}; backends that have it: {having}")
-    return _load(found) if isinstance(found, Kernel) else found
-
-
-@lru_cache(maxsize=64)
-def _load(kernel: Kernel) -> Callable[..., Any]:
-    return kernel.load()
+    return found.load() if isinstance(found, Kernel) else found
 
 
 def ops() -> list[str]:

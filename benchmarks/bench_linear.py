@@ -1,0 +1,249 @@
+"""Forward plus backward of a linear, a norm with its linear, and an MLP block, against BF16, on a GPU.
+
+`linear`: the input comes already quantized by its norm; grad_output's quantization and the weight's are inside.
+`norm_linear`: RMSNorm and a linear through `apply_recipe`, against the two under `torch.compile`.
+`block`: norm, up, GELU, down and residual through `apply_recipe`, against the block under `torch.compile`.
+
+Everything is timed by replaying a CUDA graph, except `mode=eager`, which is host time included. Activations are larger
+than L2. A provider whose result is wrong gets no number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mxfp8_recipe import apply_recipe, load_recipe
+from mxfp8_recipe.autograd import LinearConfig, NormConfig
+from mxfp8_recipe.functional import mxfp8_linear, mxfp8_norm
+from mxfp8_recipe.mx_tensor import Edge
+
+RESULTS = Path(__file__).parent / "results" / "h200.jsonl"
+SHAPES = ((16384, 4096, 4096), (65536, 1024, 1024), (65536, 2048, 512), (262144, 512, 512))
+EAGER_SHAPES = ((65536, 1024, 1024), (65536, 2048, 512))
+BLOCKS = ((65536, 1024, 4096), (65536, 512, 2048))
+RECIPE = "mxfp8_hopper"
+MIN_SQNR_DB = 15.0
+
+Step = Callable[[], list[Tensor]]
+
+
+class Block(nn.Module):
+    """Norm, up, GELU, down and residual."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def milliseconds(step: Step, graph: bool, budget_s: float = 0.6) -> list[float]:
+    """Times of single steps: replays of a CUDA graph, or eager calls timed by the host around a synchronize."""
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    run: Callable[[], Any] = step
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            step()
+        run = captured.replay
+    if not graph:
+        return _host_times(run, budget_s)
+    run()
+    torch.cuda.synchronize()
+    times, end = [], time.perf_counter() + budget_s
+    while time.perf_counter() < end or len(times) < 20:
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return times
+
+
+def _host_times(run: Callable[[], Any], budget_s: float) -> list[float]:
+    """Steady-state time a step: ten steps queued, then synchronized."""
+    times, end = [], time.perf_counter() + budget_s
+    while time.perf_counter() < end or len(times) < 5:
+        begin = time.perf_counter()
+        for _ in range(10):
+            run()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) * 100)
+    return times
+
+
+def training_step(forward: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor, parameters: list[Tensor]) -> Step:
+    """Forward and backward into fresh gradients: output, input gradient and parameter gradients."""
+
+    def step() -> list[Tensor]:
+        out = forward(x)
+        return [out, *torch.autograd.grad(out, [x, *parameters], grad)]
+
+    return step
+
+
+def sqnr_db(values: list[Tensor], expected: list[Tensor]) -> float:
+    """The lowest signal-to-noise ratio among pairs of tensors."""
+    worst = float("inf")
+    for a, b in zip(values, expected):
+        noise = (a.detach().float() - b.detach().float()).norm() / b.detach().float().norm()
+        worst = min(worst, float(-20 * torch.log10(noise)))
+    return worst
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def linear_steps(m: int, n: int, k: int) -> dict[str, Step]:
+    layer, x, grad = nn.Linear(k, n, device="cuda", dtype=torch.bfloat16), randn(m, k).requires_grad_(), randn(m, n)
+    parameters = list(layer.parameters())
+    config = LinearConfig.of(load_recipe(RECIPE).linear)  # pyright: ignore[reportArgumentType]
+    rowwise, colwise = config.input_specs
+    # A norm whose output is x itself up to its scale: its MXFP8 is the input of the linear under test.
+    norm = NormConfig("rms", 1e-6, rowwise, colwise, emit_high=False)
+    weight = torch.ones(k, device="cuda", dtype=torch.bfloat16)
+    quantized = mxfp8_norm(x.detach(), weight, None, config=norm, dtype=x.dtype, edge=Edge("norm", ("linear",)))
+    normalized = F.rms_norm(x.detach(), (k,), weight, 1e-6).requires_grad_()
+    carrier = quantized.carrier.detach().requires_grad_()  # pyright: ignore[reportAttributeAccessIssue]
+    travels = quantized.reshaped(carrier)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def ours(_: Tensor) -> Tensor:
+        return mxfp8_linear(travels, layer.weight, layer.bias, config=config)
+
+    return {
+        "bf16": training_step(layer, normalized, grad, parameters),
+        "ours": training_step(ours, carrier, grad, parameters),
+    }
+
+
+def module_steps(build: Callable[[], nn.Module], m: int, k: int, n: int) -> dict[str, Step]:
+    torch.manual_seed(0)
+    plain, x, grad = build().cuda().bfloat16(), randn(m, k).requires_grad_(), randn(m, n)
+    swapped = build().cuda().bfloat16()
+    swapped.load_state_dict(plain.state_dict())
+    apply_recipe(swapped, RECIPE, example_inputs=x.detach()[:128])
+    torch._dynamo.reset()
+    compiled = torch.compile(plain, dynamic=False)
+    return {
+        "bf16_compiled": training_step(compiled, x, grad, list(plain.parameters())),
+        "ours": training_step(swapped, x, grad, list(swapped.parameters())),
+    }
+
+
+def eager_steps(m: int, n: int, k: int) -> dict[str, Step]:
+    torch.manual_seed(0)
+    plain, x, grad = nn.Linear(k, n).cuda().bfloat16(), randn(m, k).requires_grad_(), randn(m, n)
+    swapped = nn.Linear(k, n).cuda().bfloat16()
+    swapped.load_state_dict(plain.state_dict())
+    apply_recipe(swapped, RECIPE)
+    swapped(x)  # the first training forward is recorded
+    return {
+        "bf16": training_step(plain, x, grad, list(plain.parameters())),
+        "ours": training_step(swapped, x, grad, list(swapped.parameters())),
+    }
+
+
+def saved_bytes(forward: Callable[[Tensor], Tensor], x: Tensor) -> int:
+    """Bytes of distinct storages saved for backward, parameters excluded."""
+    storages: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        if not isinstance(t, nn.Parameter):
+            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        forward(x)
+    return sum(storages.values())
+
+
+def measure(bench: str, case: str, variant: str, steps: dict[str, Step], graph: bool, out: Path) -> None:
+    """Check every provider against the first, time all, and write a row each."""
+    names = list(steps)
+    quality = sqnr_db(steps["ours"](), steps[names[0]]())
+    if quality < MIN_SQNR_DB:
+        print(f"{bench} {case} {variant}: ours is wrong ({quality:.1f} dB), no number", flush=True)
+        return
+    times = {name: milliseconds(step, graph) for name, step in steps.items()}
+    base = statistics.median(times[names[0]])
+    for name, found in times.items():
+        ordered = sorted(found)
+        row = {
+            "bench": bench,
+            "case": case,
+            "variant": variant,
+            "provider": name,
+            "ms_median": round(statistics.median(ordered), 5),
+            "ms_p10": round(ordered[len(ordered) // 10], 5),
+            "ms_p90": round(ordered[len(ordered) * 9 // 10], 5),
+            "ratio_to_bf16": round(base / statistics.median(ordered), 4),
+            "sqnr_db": round(quality, 1) if name == "ours" else None,
+            **environment(),
+        }
+        with out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{bench:12s} {case:18s} {variant:40s} {name:14s} {row['ms_median']:9.4f} ms {row['ratio_to_bf16']}x",
+              flush=True)  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    import triton
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": commit.stdout.strip() or "unknown",
+    }
+
+
+def run(bench: str | None = None, out: Path = RESULTS) -> None:
+    """Measure `linear`, `norm_linear` and `block`, or one of them, and append rows to `out`."""
+    variant = "tile=128,mode=graph,pass=fwdbwd"
+    if bench in (None, "linear"):
+        for m, n, k in SHAPES:
+            measure("linear", f"{m}x{n}x{k}", f"{variant},op=quantized_input", linear_steps(m, n, k), True, out)
+        for m, n, k in EAGER_SHAPES:
+            measure("linear", f"{m}x{n}x{k}", "tile=128,mode=eager,pass=fwdbwd", eager_steps(m, n, k), False, out)
+    if bench in (None, "block"):
+        for m, width, hidden in BLOCKS:
+            steps = module_steps(lambda w=width, h=hidden: Block(w, h), m, width, width)
+            measure("block", f"{m}x{width}x{hidden}", variant, steps, True, out)
+            report_saved_bytes(m, width, hidden)
+    if bench in (None, "norm_linear"):
+        for m, n, k in SHAPES:
+            steps = module_steps(lambda k=k, n=n: nn.Sequential(nn.RMSNorm(k), nn.Linear(k, n)), m, k, n)
+            measure("norm_linear", f"{m}x{n}x{k}", variant, steps, True, out)
+
+
+def report_saved_bytes(m: int, width: int, hidden: int) -> None:
+    plain, x = Block(width, hidden).cuda().bfloat16(), randn(m, width).requires_grad_()
+    before = saved_bytes(plain, x)
+    apply_recipe(plain, RECIPE, example_inputs=x.detach()[:128])
+    after = saved_bytes(plain, x)
+    print(f"block {m}x{width}x{hidden}: saved for backward {after} of BF16's {before} bytes, {after / before:.3f}x")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("bench", nargs="?", choices=("linear", "norm_linear", "block"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    run(options.bench, options.out)
