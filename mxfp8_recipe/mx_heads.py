@@ -51,6 +51,8 @@ class Heads(Traveling):
     def after(self, name: str, args: Any, kwargs: dict[str, Any]) -> Heads | None:
         if kwargs:
             return None
+        if _keeps_shape(self.carrier, name, args):
+            return self
         batch, heads, length, dim = self.heads
         split = (batch, length, heads, dim)
         if self.carrier.dim() == 3 and name in ("view", "reshape", "unflatten"):
@@ -87,7 +89,7 @@ class AttentionOutput(Traveling):
         if kwargs:
             return None
         batch, heads, length, dim = self.heads
-        if name == "contiguous":
+        if name == "contiguous" or _keeps_shape(self.carrier, name, args):
             return self
         if not self.was_turned:
             turns = _swaps_heads(name, args)
@@ -97,6 +99,11 @@ class AttentionOutput(Traveling):
         carrier = getattr(self.carrier, "reshape" if name == "view" else name)(*args)
         fits = carrier.shape[-1] == heads * dim and carrier.numel() == batch * length * heads * dim
         return self.merged.reshaped(carrier) if fits else None
+
+
+def _keeps_shape(carrier: Tensor, name: str, args: Any) -> bool:
+    """Whether a call asks for the shape that is there."""
+    return name in ("view", "reshape") and carrier.reshape(*args).shape == carrier.shape
 
 
 def _swaps_heads(name: str, args: Any) -> bool:
