@@ -121,7 +121,7 @@ def linear_forward(
     `multiply` takes the arguments of `fprop` and stands for it where its GEMM has another epilogue.
     """
     needs_input, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
-    x = input.reshape(-1, input.shape[-1])
+    x = rows(input)
     x_q = given
     if given[0] is None:
         rowwise, colwise = config.input_specs
@@ -142,11 +142,11 @@ def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     x, x_scale, w, w_scale, seed = ctx.saved_tensors
     config: LinearConfig = ctx.config
     needs_input, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 5, 6))
-    grad = grad_output.reshape(-1, grad_output.shape[-1])
+    grad = rows(grad_output)
     grad_q = quantize_grad(grad, needs_input, needs_weight, seed, config)
     grad_input = grad_weight = None
     if needs_input:
-        grad_input = dgrad(grad, grad_q, w, w_scale, config).view(ctx.input_shape).to(ctx.input_dtype)
+        grad_input = shaped(dgrad(grad, grad_q, w, w_scale, config), ctx.input_shape).to(ctx.input_dtype)
     if needs_weight:
         grad_weight = wgrad(grad, grad_q, x, x_scale, config)
     grad_bias = bias_grad(grad, ctx.bias_dtype) if needs_bias else None
@@ -208,10 +208,16 @@ def wgrad(grad: Tensor, grad_q: Quantized, x: Tensor, x_scale: Tensor | None, co
 
 
 def shaped(x: Tensor, shape: Any) -> Tensor:
-    """`x.view(shape)` for a Function to return: autograd refuses to let a view of its own be overwritten in place."""
-    return torch.ops.aten._unsafe_view.default(x, shape)
+    """(M, K) x as `shape`, for a Function to return: autograd would not let a view of its be overwritten in place."""
+    return x if len(shape) == 2 else torch.ops.aten._unsafe_view.default(x, shape)
+
+
+def rows(x: Tensor) -> Tensor:
+    """A tensor (..., K) as (M, K), M the product of its leading dims."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def bias_grad(grad: Tensor, dtype: torch.dtype) -> Tensor:
     """(N,) gradient of the bias, summed over tokens in fp32."""
-    return grad.sum(0, dtype=torch.float32).to(dtype)
+    total = grad.sum(0, dtype=torch.float32)
+    return total if dtype == torch.float32 else total.to(dtype)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from .linear import INPUT_STREAM, shaped
+from .linear import INPUT_STREAM, rows, shaped
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,9 @@ class NormFunction(torch.autograd.Function):
         dtype: torch.dtype,
         quantized_dtype: torch.dtype,
     ) -> tuple[Tensor, ...]:
-        rows = x.reshape(-1, x.shape[-1])
         quantizes = bool(config.rowwise or config.colwise)
         y, *quantized, mean, rstd = backends.norm_quantize(
-            rows, weight, bias, config.eps, config.kind, quantized_dtype if quantizes else dtype, config.rowwise,
+            rows(x), weight, bias, config.eps, config.kind, quantized_dtype if quantizes else dtype, config.rowwise,
             config.colwise, config.emit_high, seed, INPUT_STREAM, config.backend,
         )  # fmt: skip
         ctx.save_for_backward(x, weight, mean, rstd)
@@ -83,15 +82,13 @@ class NormFunction(torch.autograd.Function):
         if grad_y is None:
             return (None,) * 7
         x, weight, mean, rstd = ctx.saved_tensors
-        rows = x.reshape(-1, x.shape[-1])
-        grad = grad_y.reshape(rows.shape)
         has_bias = ctx.bias_dtype is not None
         dx, dweight, dbias = backends.norm_backward(
-            grad, rows, weight, mean, rstd, ctx.config.kind, has_bias, ctx.config.backend
+            rows(grad_y), rows(x), weight, mean, rstd, ctx.config.kind, has_bias, ctx.config.backend
         )
         grad_weight = dweight.to(weight.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = dbias.to(ctx.bias_dtype) if has_bias and ctx.needs_input_grad[2] else None
-        return dx.view(x.shape), grad_weight, grad_bias, None, None, None, None
+        return shaped(dx, x.shape), grad_weight, grad_bias, None, None, None, None
 
 
 def carrier(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> Tensor:

@@ -42,7 +42,10 @@ def _with_distinct(kernel: Callable[..., tuple[Tensor, ...]]) -> Callable[..., t
 
 def distinct(outputs: Iterable[Tensor]) -> list[Tensor]:
     """An op's outputs, no two the same object, as torch requires: one empty tensor may stand for several."""
-    found, seen = list(outputs), set()
+    found = list(outputs)
+    if len(set(map(id, found))) == len(found):
+        return found
+    seen = set()
     for i, output in enumerate(found):
         if id(output) in seen:
             found[i] = output.new_empty(0)

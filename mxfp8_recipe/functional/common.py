@@ -17,6 +17,11 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)
 
 
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)`, at no cost where nothing changes."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def compute_dtype(x: Tensor | Traveling, dtype: torch.dtype | None = None) -> torch.dtype:
     """The dtype a matrix multiplication of `x` would run in here: autocast's if it is on, else that of `x`."""
     kind = x.device.type

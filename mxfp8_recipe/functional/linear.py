@@ -16,7 +16,7 @@ from ..autograd import (
 )
 from ..mx_heads import Heads
 from ..mx_tensor import Edge, MXTensor, Pending, Traveling
-from .common import DTYPES, apply, autocast_on, compute_dtype, draw_seed
+from .common import DTYPES, apply, autocast_on, cast, compute_dtype, draw_seed
 
 
 def mxfp8_linear(
@@ -39,10 +39,10 @@ def mxfp8_linear(
     """
     dtype = compute_dtype(input)
     _check_linear(input, weight, bias, dtype)
-    weight = weight.to(dtype)
+    weight = cast(weight, dtype)
     if not torch.is_grad_enabled():
         weight = weight.detach()  # a Function sees requires_grad alone, and would quantize the input for wgrad
-    bias = None if bias is None else bias.to(dtype)
+    bias = None if bias is None else cast(bias, dtype)
     seed = draw_seed(input.device) if config.stochastic else None
     if isinstance(input, Traveling) and input.settled is not None:
         input = input.settled
@@ -57,7 +57,7 @@ def mxfp8_linear(
         input = input.materialize()
     assert isinstance(input, Tensor)
     nothing = (None, None, None, None)
-    return apply(MXFP8LinearFunction, input.to(dtype), *nothing, weight, bias, seed, config)
+    return apply(MXFP8LinearFunction, cast(input, dtype), *nothing, weight, bias, seed, config)
 
 
 def _fits(input: MXTensor, dtype: torch.dtype, config: LinearConfig, weight: Tensor) -> bool:

@@ -35,25 +35,25 @@ def mxfp8_norm(
     """
     if isinstance(input, Traveling):
         input = input.high("a norm")
-    plain = replace(config, rowwise="", colwise="", emit_high=True)
     if edge is None or not edge.fused or not config.rowwise:
-        return _norm_high(input, weight, bias, plain, dtype)
+        return _norm_high(input, weight, bias, config, dtype)
     target = compute_dtype(input, dtype)
     if not torch.is_grad_enabled():
         config = replace(config, colwise="")
     seed = draw_seed(input.device) if config.stochastic else None
     if config.emit_high and target != dtype:
-        return _norm_high(input, weight, bias, plain, dtype)
+        return _norm_high(input, weight, bias, config, dtype)
     parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     parts = apply(NormFunction, input, weight, bias, seed, config, dtype, target)
-    again = partial(_norm_high, input, weight, bias, plain, dtype)
+    again = partial(_norm_high, input, weight, bias, config, dtype)
     return MXTensor(*parts, config.rowwise, config.colwise, target, config.emit_high, again, edge)
 
 
 def _norm_high(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, config: NormConfig, dtype: torch.dtype
 ) -> Tensor:
-    return apply(NormFunction, input, weight, bias, None, config, dtype, dtype)[0]
+    plain = replace(config, rowwise="", colwise="", emit_high=True)
+    return apply(NormFunction, input, weight, bias, None, plain, dtype, dtype)[0]
 
 
 def mxfp8_activation(
