@@ -68,8 +68,9 @@ class Config:
         return self.consumers * self.subtiles * 64
 
 
-# 256 rows read an operand byte for twice as many products as 128: L2 bandwidth bounds the K loop (H200, 8192^3:
-# 1233 TFLOP/s against 1041 with 128 rows and 1189 with 192).
+# Rates below are of short bursts on an H200, taken to choose; `benchmarks/results` holds what the choice gives.
+# 256 rows use an operand byte for twice as many products as 128, and L2 bandwidth bounds the K loop: at 8192^3
+# 1233 TFLOP/s against 1041 with 128 rows and 1189 with 192.
 TALL = Config(
     consumers=2, subtiles=2, stages=3, stages_fp32=3, registers=216, loader_registers=72, step_us=0.9
 )  # fmt: skip
@@ -179,51 +180,102 @@ def gemm(
     Raises:
         TypeError: for another dtype. ValueError: for shapes that do not match.
     """
-    m, n, k = _check(a, a_scale, b, b_scale, bias, out_dtype, accumulate_into)
+    # Everything the host decides follows from this: validating and choosing again would cost more than launching.
+    key = (
+        a.device, a.shape, b.shape, a_scale.shape, b_scale.shape, a.dtype, b.dtype, out_dtype, a_tile, b_tile,
+        None if bias is None else (bias.shape, bias.dtype),
+        None if accumulate_into is None else (accumulate_into.shape, accumulate_into.stride(), accumulate_into.dtype),
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        m, n, k = _check(a, a_scale, b, b_scale, bias, out_dtype, accumulate_into)
+        out_bytes = 4 if accumulate_into is not None else out_dtype.itemsize
+        variant = variant_of(
+            a_tile, b_tile, out_bytes=out_bytes, bias=bias is not None, accumulate=accumulate_into is not None
+        )
+        plan = _remember(key, Plan.of(variant, m, n, k, _processors(a.device.index)))
     out = accumulate_into
     if out is None:
-        out = torch.empty(m, n, dtype=out_dtype, device=a.device)
-    if m == 0 or n == 0:
+        out = torch.empty(plan.m, plan.n, dtype=out_dtype, device=a.device)
+    if plan.m == 0 or plan.n == 0:
         return out
-    if k == 0:
+    if plan.k == 0:
         return _empty_sum(out, bias, accumulate_into is not None)
-    variant = variant_of(
-        a_tile, b_tile, out_bytes=out.element_size(), bias=bias is not None, accumulate=accumulate_into is not None
-    )
-    with torch.cuda.device_of(a):
-        _run(_aligned(a), _words(a_scale, variant), _aligned(b), _words(b_scale, variant), bias, out, variant)
+    if a.device.index == torch.cuda.current_device():
+        _run(a, a_scale, b, b_scale, bias, out, plan)
+    else:
+        with torch.cuda.device_of(a):
+            _run(a, a_scale, b, b_scale, bias, out, plan)
     return out
 
 
-def _run(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, bias: Tensor | None, out: Tensor, variant: Variant) -> None:
-    (m, k), n = a.shape, b.shape[0]
-    processors = _processors(a.device.index)
-    config, steps = choose(variant, m, n, k, processors)
-    splits = triton.cdiv(triton.cdiv(k, STEP), steps)
-    if splits > 1:
-        rows = -(-m // config.rows) * config.rows
-        work = torch.empty(splits * rows, n, dtype=torch.float32, device=a.device)
-        _launch(a, sa, b, sb, None, work, variant, config, steps, splits, False)
-        _reduce(work, rows * n, splits, bias, out, variant.accumulate)
-    else:
-        _launch(a, sa, b, sb, bias, out, variant, config, steps, 1, variant.accumulate)
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All that a launch needs and that does not depend on the operands' data.
+
+    Attributes:
+        rows: of the fp32 workspace a split writes, M rounded up to the tile.
+        constants: the kernel's compile-time arguments; see `constants_of`.
+    """
+
+    variant: Variant
+    m: int
+    n: int
+    k: int
+    steps: int
+    splits: int
+    programs: int
+    rows: int
+    constants: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, variant: Variant, m: int, n: int, k: int, processors: int) -> Plan:
+        config, steps = choose(variant, m, n, max(k, 1), processors)
+        splits = triton.cdiv(triton.cdiv(max(k, 1), STEP), steps)
+        once = splits == 1
+        return cls(
+            variant=variant,
+            m=m,
+            n=n,
+            k=k,
+            steps=steps,
+            splits=splits,
+            programs=min(processors, _tiles(config, m, n) * splits),
+            rows=-(-m // config.rows) * config.rows,
+            constants=constants_of(
+                variant, config, variant.out_bytes if once else 4, variant.bias and once, variant.accumulate and once
+            ),
+        )
 
 
-def _launch(
-    a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, bias: Tensor | None, out: Tensor,
-    variant: Variant, config: Config, steps: int, splits: int, accumulate: bool,
+_plans: dict[Any, Plan] = {}
+
+
+def _remember(key: Any, plan: Plan) -> Plan:
+    if len(_plans) >= 4096:  # token counts may never repeat
+        _plans.clear()
+    return _plans.setdefault(key, plan)
+
+
+def _run(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor, plan: Plan
 ) -> None:  # fmt: skip
-    (m, k), n = a.shape, b.shape[0]
-    chunks = STEP // variant.chunk
-    constants = constants_of(variant, config, out.element_size(), bias is not None, accumulate)
-    strides = sa.stride(0) * sa.element_size(), sb.stride(0) * sb.element_size(), out.stride(0)
+    a, b = _aligned(a), _aligned(b)
+    sa, sb = _words(a_scale, plan.variant), _words(b_scale, plan.variant)
+    target = out
+    if plan.splits > 1:
+        target = torch.empty(plan.splits * plan.rows, plan.n, dtype=torch.float32, device=a.device)
+    word = sa.element_size()
+    added = target if bias is None or plan.splits > 1 else bias
     args = (
-        _descriptor(a, 64, STEP), _descriptor(b, COLS, STEP), _descriptor(out, 64, COLS), sa, sb,
-        out if bias is None else bias, out, m, n, k, *strides, steps, splits, *constants,
+        _descriptor(a, 64, STEP), _descriptor(b, COLS, STEP), _descriptor(target, 64, COLS), sa, sb, added, target,
+        plan.m, plan.n, plan.k, sa.stride(0) * word, sb.stride(0) * word, target.stride(0), plan.steps, plan.splits,
+        *plan.constants,
     )  # fmt: skip
-    key = (a.device.index, chunks, a.dtype, b.dtype, out.dtype, args[5].dtype, constants)
-    programs = min(_processors(a.device.index), _tiles(config, m, n) * splits)
-    launch(gemm_kernel, key, (programs, 1, 1), args, warps=4)
+    key = (a.device.index, a.dtype, b.dtype, target.dtype, added.dtype, plan.constants)
+    launch(gemm_kernel, key, (plan.programs, 1, 1), args, warps=4)
+    if plan.splits > 1:
+        _reduce(target, plan.rows * plan.n, plan.splits, bias, out, plan.variant.accumulate)
 
 
 def constants_of(variant: Variant, config: Config, out_bytes: int, bias: bool, accumulate: bool) -> tuple[Any, ...]:
@@ -278,7 +330,12 @@ def layout_of(rows: int, cols: int, dtype: torch.dtype) -> Any:
 
 
 def _descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, cols], layout_of(rows, cols, x.dtype))
+    """What `TensorDescriptor.from_tensor` gives, without the checks, which `_aligned` has made."""
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor.base, descriptor.shape, descriptor.strides = x, x.shape, x.stride()
+    descriptor.block_shape, descriptor.layout = [rows, cols], layout_of(rows, cols, x.dtype)
+    descriptor.padding, descriptor.round_f32_to_tf32 = "zero", False
+    return descriptor
 
 
 def _aligned(x: Tensor) -> Tensor:
