@@ -322,23 +322,23 @@ def test_a_compiled_block_is_one_graph_with_the_bits_of_eager(recipe: str) -> No
     assert report.unfused == {}
 
 
-@pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_gem_small_with_fused_edges() -> None:
+def test_gem_small_with_fused_edges_is_bitwise_the_unfused_model() -> None:
+    """Jagged histories, an empty one among them; compiled it is tested beside the other click models."""
     spec, batch = click_batch()
     model = build_model("gem-small", spec)
-    stored = copy.deepcopy(model)
+    stored, plain = copy.deepcopy(model), copy.deepcopy(model)
     report = apply_recipe(model, example_inputs=batch)
     apply_recipe(stored, blocks.unfused(), example_inputs=batch)
     assert len(fused_producers(report)) >= 10
-    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
     results = []
-    for module in (model, stored, compiled):
+    for module in (model, stored):
         out = module(batch)
         nn.functional.binary_cross_entropy_with_logits(out, batch.labels).backward()
         results.append((out.detach(), [p.grad for p in module.parameters()]))
-    for out, grads in results[1:]:
-        assert same_bits(out, results[0][0])
-        assert all(same_bits(a, b) for a, b in zip(grads, results[0][1]))
+    assert same_bits(results[0][0], results[1][0])
+    assert all(same_bits(a, b) for a, b in zip(results[0][1], results[1][1]))
+    assert not torch.equal(results[0][0], plain(batch))
+    assert report.unfused == {}
 
 
 def test_export_of_a_fused_block() -> None:
