@@ -121,6 +121,24 @@ def test_every_choice_fits_its_output() -> None:
                 assert not (variant.across == 1 and config.subtiles > 1)
 
 
+@pytest.mark.parametrize(
+    ("capability", "instruction"),
+    [(90, "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"), (100, "kind::mxf8f6f4")],
+)
+def test_portable_gemm_becomes_the_target_s_instruction(capability: int, instruction: str) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    pointers = {"bias_ptr": "*bf16", "out_ptr": "*bf16"}
+    names = portable.portable_kernel.arg_names
+    signature = {name: pointers.get(name, "*u8") for name in names[:6]}
+    signature |= dict.fromkeys(names[6:14], "i32") | dict.fromkeys(names[14:], "constexpr")
+    values = dict(zip(names[14:], ("e4m3", "e4m3", False, False, 128, 128, 128, 8)))
+    source = ASTSource(portable.portable_kernel, signature, {(names.index(n),): v for n, v in values.items()})
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
+    assert instruction in built.asm["ptx"]
+
+
 @pytest.mark.skipif(VERSION < (3, 9), reason=f"the interpreter of triton {triton.__version__} has no tl.dot_scaled")
 def test_portable_gemm_equals_the_reference_in_the_interpreter() -> None:
     script = Path(__file__).with_name("portable_gemm.py")
