@@ -15,7 +15,7 @@ import json
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def _host_times(run: Callable[[], Any], budget_s: float) -> list[float]:
     return times
 
 
-def training_step(forward: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor, parameters: list[Tensor]) -> Step:
+def training_step(forward: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor, parameters: Sequence[Tensor]) -> Step:
     """Forward and backward into fresh gradients: output, input gradient and parameter gradients."""
 
     def step() -> list[Tensor]:
