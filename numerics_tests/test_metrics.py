@@ -1,11 +1,15 @@
 """NE, calibration, calibration-free NE, log loss and AUC against closed forms and recorded torcheval values."""
 
+import importlib.util
 import itertools
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import mxfp8_recipe
 from mxfp8_recipe.monitors import metrics as M
 from mxfp8_recipe.monitors.student_t import cdf, quantile
 
@@ -146,6 +150,7 @@ def test_streamed_equals_whole(metric):
     torch.testing.assert_close(one.compute(), STREAMS[metric](p[:, 0], y[:, 0]), rtol=1e-12, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:The ``compute`` method")
 @pytest.mark.parametrize("metric", [m for m in STREAMS if m is not M.AUC])
 def test_windowed_covers_the_most_recent_rows(metric):
     p, y, w = rows(100)
@@ -194,3 +199,18 @@ def test_calibration_curve_bins_hold_equal_counts_and_the_totals():
 def test_student_t(probability, df, expected):
     assert quantile(probability, df) == pytest.approx(expected, rel=1e-9)
     assert cdf(expected, df) == pytest.approx(probability, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("module", "needs"),
+    [("monitors/metrics.py", "torchmetrics"), ("ab/plots.py", "matplotlib"), ("ab/html.py", "jinja2")],
+)
+def test_a_missing_extra_says_what_to_install(monkeypatch, module, needs):
+    for name in [name for name in sys.modules if name.split(".")[0] == needs]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, needs, None)
+    path = Path(mxfp8_recipe.__file__).parent / module
+    spec = importlib.util.spec_from_file_location("without_the_extra", path)
+    with pytest.raises(ModuleNotFoundError, match=rf'{needs}: pip install "mxfp8-recipe\[ab\]"') as caught:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert caught.value.name == needs

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-import torch
 from torch import Tensor
 
 from mxfp8_recipe.ab.data import DataError
-from mxfp8_recipe.ab.types import Batch, Dataset, FeatureSpec
+from mxfp8_recipe.ab.data.checked import batch_problems
+from mxfp8_recipe.ab.types import Batch, Dataset
 
 CACHE_BYTES = 2 << 30
 
@@ -50,7 +50,7 @@ class CheckedBatches:
         size = seen = 0
         for batch in source(self.batch_size):
             if self._rows is None:
-                check_batch(batch, self.dataset.spec, f"{self.part} rows {seen} to {seen + len(batch) - 1}")
+                self._check(batch, seen)
             seen += len(batch)
             size += _bytes(batch)
             if size > self.limit:
@@ -62,43 +62,16 @@ class CheckedBatches:
             raise DataError(f"data {self.dataset.name}: it has no {self.part} rows; ask for more rows")
         self._rows, self._kept = seen, kept
 
+    def _check(self, batch: Batch, first: int) -> None:
+        problems = batch_problems(batch, self.dataset.spec)
+        if problems:
+            where = f"{self.part} rows from {first} on (batches of {self.batch_size})"
+            raise DataError(f"data {self.dataset.name}, {where}: {'; '.join(problems)}")
+
 
 def _bytes(batch: Batch) -> int:
     tensors = (getattr(batch, f.name) for f in fields(batch))
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
-
-
-def check_batch(batch: Batch, spec: FeatureSpec, where: str) -> None:
-    """Raise one `DataError` naming every kind of unusable value in a batch, with counts and a first example."""
-    problems = []
-
-    def count(bad: Tensor, values: Tensor, what: str) -> None:
-        if bool(bad.any()):
-            index = bad.nonzero()[0].tolist()
-            problems.append(f"{int(bad.sum())} {what} (such as {values[tuple(index)].item():g} at index {index})")
-
-    shape = (len(batch), len(spec.tasks))
-    for name in ("labels", "weights"):
-        if tuple(getattr(batch, name).shape) != shape:
-            problems.append(f"{name} have shape {tuple(getattr(batch, name).shape)}, expected {shape}")
-    if not problems:
-        count(~batch.dense.isfinite(), batch.dense, "dense features are NaN or infinite")
-        count(~((batch.labels >= 0) & (batch.labels <= 1)), batch.labels, "labels lie outside [0, 1]")
-        weights = batch.weights
-        count(~((weights >= 0) & weights.isfinite()), weights, "weights are negative, NaN or infinite")
-        sizes = torch.tensor(spec.cardinalities, device=batch.sparse.device)
-        if batch.sparse.shape[1:] == sizes.shape:
-            count(
-                (batch.sparse < 0) | (batch.sparse >= sizes), batch.sparse, "categorical ids exceed their cardinality"
-            )
-        else:
-            problems.append(f"sparse has shape {tuple(batch.sparse.shape)}, expected (B, {len(sizes)})")
-        if batch.history is not None and spec.history_field is not None:
-            size = spec.cardinalities[spec.history_field]
-            outside = (batch.history < 0) | (batch.history >= size)
-            count(outside, batch.history, "history ids lie outside their cardinality")
-    if problems:
-        raise DataError(f"data, {where}: {'; '.join(problems)}")
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def ab_command(
     out: Annotated[Path, typer.Option(help="Directory for report.json, report.html and results.")] = DEFAULT_OUT,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the interrupted run in --out.")] = False,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Malformed lines and fallbacks to high precision are errors.")
+        bool, typer.Option("--strict", help="A malformed line of the data is an error, not a note.")
     ] = False,
     offline: Annotated[bool, typer.Option("--offline", help="Download nothing.")] = False,
     jobs: Annotated[

@@ -9,7 +9,7 @@ from typing import Any
 try:
     import jinja2
 except ImportError as error:  # pragma: no cover - needs an environment without the extra
-    raise ImportError('the report needs jinja2: pip install "mxfp8-recipe[ab]"') from error
+    raise ModuleNotFoundError('the report needs jinja2: pip install "mxfp8-recipe[ab]"', name="jinja2") from error
 
 from mxfp8_recipe.ab import plots, tables
 

@@ -11,7 +11,9 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 except ImportError as error:  # pragma: no cover - needs an environment without the extra
-    raise ImportError('the report needs matplotlib: pip install "mxfp8-recipe[ab]"') from error
+    raise ModuleNotFoundError(
+        'the report needs matplotlib: pip install "mxfp8-recipe[ab]"', name="matplotlib"
+    ) from error
 
 COLORS = {"bf16": "#1f4e79", "mxfp8": "#c55a11", "fp32": "#7f7f7f", "bf16_init_noise": "#a9a9a9"}
 _STYLES = {"fp32": "--", "bf16_init_noise": ":"}

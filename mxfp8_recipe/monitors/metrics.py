@@ -27,7 +27,9 @@ from torch import Tensor
 try:
     from torchmetrics import Metric
 except ImportError as error:  # pragma: no cover - needs an environment without the extra
-    raise ImportError('mxfp8_recipe.monitors.metrics needs torchmetrics: pip install "mxfp8-recipe[ab]"') from error
+    raise ModuleNotFoundError(
+        'mxfp8_recipe.monitors.metrics needs torchmetrics: pip install "mxfp8-recipe[ab]"', name="torchmetrics"
+    ) from error
 
 EPSILON = 1e-12
 DEFAULT_WINDOW_ROWS = 10_000_000
