@@ -349,6 +349,15 @@ def _squeezed(method: str) -> Callable[..., Any]:
     return apply
 
 
+def _slice(value: Any, index: Any) -> Any:
+    """The whole of it, as `h[:, 0:, :]` is: code that may cut tokens off does so with any slice."""
+    items = index if isinstance(index, tuple) else (index,)
+    if not all(isinstance(i, slice) or i is Ellipsis for i in items):
+        return None
+    cut = value.nominal[index]
+    return value.reshaped(cut) if cut.shape == value.shape else None
+
+
 def _contiguous(value: Any, **kwargs: Any) -> Any:
     return value if not kwargs else None
 
@@ -369,6 +378,7 @@ _RESHAPES: dict[str, Callable[..., Any]] = {
     "squeeze": _squeezed("squeeze"),
     "unsqueeze": _squeezed("unsqueeze"),
     "contiguous": _contiguous,
+    "__getitem__": _slice,
     "to": _to,
     "dropout": _dropout,
 }

@@ -210,8 +210,15 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def _is_slice(index: Any) -> bool:
+    """Whether an index can only cut: what keeps its shape under it is itself."""
+    return all(isinstance(i, slice) or i is Ellipsis for i in (index if isinstance(index, tuple) else (index,)))
+
+
 def _is_same_value(name: str, args: Any, result: Any) -> bool:
     first = args[0] if args else None
+    if name == "__getitem__" and isinstance(result, Tensor):
+        return result.shape == first.shape and _is_slice(args[1])
     if name not in _VIEWS or not isinstance(first, Tensor) or not isinstance(result, Tensor):
         return False
     if result is first:

@@ -389,6 +389,29 @@ def test_a_value_keeps_its_place_through_views() -> None:
     assert report.unfused == {}
 
 
+def test_a_slice_that_keeps_everything_keeps_the_edge() -> None:
+    """`h[:, -k:, :]` with k = 0 stands before the head of language models; with k > 0 it reads the value."""
+
+    class Sliced(Pair):
+        keep = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(self.norm(x)[:, slice(-self.keep, None), :][..., :])
+
+    model, stored, report = fused_and_stored(Sliced(), torch.randn(SHAPE))
+    assert fused_producers(report) == ["norm"]
+    assert_same_step(model, stored, torch.randn(SHAPE))
+    assert report.unfused == {}
+    model.keep = stored.keep = 1
+    with pytest.warns(UserWarning, match="norm: its quantized output was read by __getitem__"):
+        assert_same_step(model, stored, torch.randn(SHAPE))
+    permuted = torch.tensor([1, 0])
+    model, x = Pair(), torch.randn(SHAPE)
+    model.forward = lambda x: model.linear(model.norm(x)[permuted])
+    model, stored, report = fused_and_stored(model, x)
+    assert blocks.reason_of(report, "norm") == "read by __getitem__, none of them an MXFP8 layer"
+
+
 def test_attention_alone_and_a_gate_share_the_norms_output() -> None:
     """A norm read by attention's projections and by another linear's gate: one quantization for all four."""
 
