@@ -453,6 +453,30 @@ def test_a_glance_without_gradients_does_not_cut_the_graph(context: Callable[[],
     assert list(report.unfused) == ["norm"]
 
 
+def test_a_late_reader_after_the_norms_input_was_overwritten_is_an_error() -> None:
+    """Recomputing would read what `x += ...` left there: refused, as autograd refuses it where gradients are on."""
+
+    class InPlaceResidual(Residual):
+        late = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 1.0
+            h = self.norm(x)
+            y = self.linear(h)
+            if self.late:
+                x += y
+                y = x + h
+            return y
+
+    x = torch.randn(SHAPE)
+    model, _, _ = pair_of(InPlaceResidual(), x)
+    model.late = True
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(RuntimeError, match="the norm's input was overwritten in place; apply the recipe with"):
+            model(x)
+
+
 def test_reasons_name_the_reader() -> None:
     x = torch.randn(SHAPE)
     for read, reason in (("softmax", "read by softmax"), ("cat", "read by cat"), ("einsum", "read by einsum")):
