@@ -81,6 +81,15 @@ def copies(nbytes: float) -> list[Run]:
     return [lambda a=a, b=b: b.copy_(a) for a, b in pairs]
 
 
+def time_copy(nbytes: int) -> tuple[float, float, float]:
+    """The ceiling. Some sizes put source and target on the same memory channels and copy at 0.65 of the usual rate, so
+    a slightly larger copy, scaled, is timed too and the faster one counts.
+    """
+    exact, larger = time_graph(copies(nbytes)), time_graph(copies(nbytes * 17 / 16))
+    scaled = tuple(t * 16 / 17 for t in larger)
+    return min(exact, scaled)  # pyright: ignore[reportReturnType]
+
+
 def rotated(make: Callable[[], tuple], call: Callable[..., Any], sets: int = 3) -> list[Run]:
     """`call` on several sets of inputs."""
     return [lambda inputs=inputs: call(*inputs) for inputs in [make() for _ in range(sets)]]
@@ -132,7 +141,7 @@ def norm_forward(rows: int, cols: int, tile: str, spec: QuantSpec, orient: str) 
     other = spec if orient == "both" else None
     weight = torch.rand(cols, device="cuda") + 0.5
 
-    def ours(x, rowwise=spec, colwise=other, high=False):
+    def ours(x, rowwise: QuantSpec | None = spec, colwise: QuantSpec | None = other, high=False):
         return norm_quantize.norm_quantize(x, None, weight, None, 1e-6, "rms", BF16, rowwise, colwise, high)
 
     def unfused(x):
@@ -163,7 +172,7 @@ def compiled_norm(weight: torch.Tensor, orient: str) -> Callable[[torch.Tensor],
     """What one writes without our kernels: rms_norm, then MXFP8 in torch, compiled for the shape."""
     cols = weight.numel()
     try:
-        from torchao.prototype.mx_formats.mx_tensor import to_mx
+        from torchao.prototype.mx_formats.mx_tensor import to_mx  # pyright: ignore[reportMissingImports]
     except ImportError:
         to_mx = None
     spec = SPECS["1x32"]
@@ -182,7 +191,7 @@ def norm_backward(rows: int, cols: int, tile: str, spec: QuantSpec) -> Case:
     weight = torch.rand(cols, device="cuda") + 0.5
     none = torch.empty(0, device="cuda")
 
-    def ours(grad, h, rstd, rowwise=spec, colwise=spec):
+    def ours(grad, h, rstd, rowwise: QuantSpec | None = spec, colwise: QuantSpec | None = spec):
         return norm_quantize.norm_backward(grad, h, weight, none, rstd, "rms", None, False, rowwise, colwise)
 
     def unfused(grad, h, rstd):
@@ -219,7 +228,7 @@ def activation_forward(kind: str, rows: int, cols: int, tile: str, orient: str) 
     other = spec if orient == "both" else None
     inputs = 2 if kind in reference_ops.GATED_KINDS else 1
 
-    def ours(x, rowwise=spec, colwise=other, high=False):
+    def ours(x, rowwise: QuantSpec | None = spec, colwise: QuantSpec | None = other, high=False):
         return activation_quantize.activation_quantize(x, None, kind, BF16, rowwise, colwise, high)
 
     def unfused(x):
@@ -247,7 +256,7 @@ def activation_backward(kind: str, rows: int, cols: int, tile: str) -> Case:
     spec = SPECS[tile]
     inputs = 2 if kind in reference_ops.GATED_KINDS else 1
 
-    def ours(grad, x, specs=(spec, spec, spec), high=False):
+    def ours(grad, x, specs: tuple[QuantSpec | None, ...] = (spec, spec, spec), high=False):
         row, col, act = specs
         return activation_quantize.activation_backward(grad, x, None, kind, row, col, False, act, emit_high=high)
 
@@ -285,7 +294,7 @@ def measure(case: Case, machine: dict[str, str], ceilings: dict[int, tuple[float
     case.check()
     size = int(case.nbytes)
     if size not in ceilings:
-        ceilings[size] = time_graph(copies(size))
+        ceilings[size] = time_copy(size)
     times = {"memcpy": ceilings[size]}
     for name, build in case.providers.items():
         if name == "bf16_compiled" and (case.bench, case.case) in PLAIN_TIMES:

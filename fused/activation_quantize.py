@@ -274,7 +274,7 @@ def activation_quantize(
                 R=row.rows, C=row.cols, num_warps=row.warps, enable_fp_fusion=False,
             )  # fmt: skip
         else:
-            tile = launch.activation_tile_config()
+            tile = launch.activation_tile_config(plan.flags["C_BR"] > 0)
             activation_tile_kernel[(-(-rows // 128) * -(-cols // 128),)](
                 words(other), words(inner), words(y), *plan.pointers, rows, cols // 8, *strides, plan.stride_t,
                 **common, **plan.flags, REPS=tile.reps(x.element_size()),

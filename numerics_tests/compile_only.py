@@ -27,6 +27,10 @@ from triton.compiler import ASTSource
 from fused import activation_quantize, norm_quantize, quantize
 from fused.spec import QuantSpec
 
+TOLERATED_STACK = {"norm_backward_kernel": 32}
+"""Bytes a thread. At 128 registers two programs fit a multiprocessor and up to eight words of a thread spill to the L1
+cache; without the spill one fits, and norm backward falls from 55 % to 41 % of copy bandwidth (H200)."""
+
 MAX_REGISTERS = 255
 MAX_SHARED = 227 * 1024
 BF16 = torch.bfloat16
@@ -57,8 +61,9 @@ class Usage:
     stack: int
     shared: int
 
-    def problem(self) -> str | None:
-        if self.stack:
+    def problem(self, kernel: str) -> str | None:
+        """What is wrong, or None."""
+        if self.stack > TOLERATED_STACK.get(kernel, 0):
             return f"spills {self.stack} bytes a thread"
         if self.registers > MAX_REGISTERS or self.shared > MAX_SHARED:
             return f"takes {self.registers} registers and {self.shared} bytes of shared memory"
@@ -173,7 +178,7 @@ def main() -> int:
     failures = 0
     with ProcessPoolExecutor(options.jobs) as pool:
         for (launch, capability), usage in zip(work, pool.map(compile_launch, *zip(*work))):
-            problem = usage.problem()
+            problem = usage.problem(launch.kernel)
             failures += problem is not None
             print(f"sm_{capability}a {launch.name} {launch.kernel}: {usage} {problem or 'ok'}", flush=True)
     print(f"triton {triton.__version__}: {len(work)} launches, {failures} failures")

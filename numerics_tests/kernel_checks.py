@@ -105,7 +105,8 @@ def check_norm(rows, cols, kind, dtype, residual, device, specs, *, out=BF16, sw
     expected = reference_ops.norm_quantize(*arguments, None, None, True)
     # fp32 statistics differ in their last bits; y = h * rstd then rounds apart where it lies that close to a tie:
     # a few times 2**-23 / 2**-8 of the elements in bf16, 2**-23 / 2**-11 in fp16.
-    within_one_ulp(expected[0], plain[0], 1e-3, f"{what} y")
+    # With a bias, y crosses zero between terms whose own fp32 error, about 2**-22 of 8, is then all there is.
+    within_one_ulp(expected[0], plain[0], 1e-3, f"{what} y", absolute=2.0**-18 if bias else 0.0)
     assert torch.equal(expected[1], plain[1]), f"{what}: residual"
     torch.testing.assert_close(plain[7], expected[7], rtol=1e-6, atol=1e-6)
     back_expected = reference_ops.norm_backward(g, x, w, plain[6], plain[7], kind, res, bias, None, None)
@@ -181,17 +182,18 @@ def quantize_checks(device: str) -> Iterator[Callable[[], None]]:
         return lambda: check_quantize(values(rows, cols, dtype, device), row, col, **options)
 
     seed = torch.tensor(123456789123, device=device)
-    for row, col in itertools.product((None, *TILES), (None, *TILES)):
-        if row or col:
-            yield check(150, 160, BF16, row and QuantSpec(tile=row), col and QuantSpec(tile=col))
+    pairs = [(row, col) for row, col in itertools.product((None, *TILES), (None, *TILES)) if row or col]
+    few = [(row, col) for row, col in pairs if row == col or row is None or (row, col) == ((32, 128), (1, 32))]
+    for row, col in pairs if device == "cuda" else few:
+        yield check(130, 160, BF16, row and QuantSpec(tile=row), col and QuantSpec(tile=col))
     for elem, rounding, swizzled in itertools.product(("e4m3", "e5m2"), ("rceil", "floor"), (False, True)):
         for tile in ((1, 32), (128, 128)):
             spec = QuantSpec(tile=tile, elem=elem, scale_rounding=rounding)
             yield check(129, 96, FP32, spec, spec, swizzled=swizzled)
         yield check(129, 96, FP16, spec, None, swizzled=swizzled)
-    for elem, size in itertools.product(("e4m3", "e5m2"), (None, 16, 128)):
+    for elem, size in (("e4m3", None), ("e4m3", 128), ("e5m2", 16)):
         spec = QuantSpec(elem=elem, hadamard=size, rounding="stochastic")
-        yield check(150, 160, BF16, spec, spec, seed=seed, stream=3)
+        yield check(130, 160, BF16, spec, spec, seed=seed, stream=3)
     yield check(150, 160, BF16, QuantSpec(hadamard=64), QuantSpec(tile=(1, 128)), swizzled=True)
     for rows, cols in ((0, 64), (1, 32), (4, 32), (128, 128), (132, 288)):
         yield check(rows, cols, BF16, NATURAL, NATURAL)
@@ -210,7 +212,7 @@ def norm_checks(device: str) -> Iterator[Callable[[], None]]:
     def check(rows, cols, kind, dtype, residual, specs, **options) -> Callable[[], None]:
         return lambda: check_norm(rows, cols, kind, dtype, residual, device, specs, **options)
 
-    yield check(140, 160, "rms", BF16, True, [(NATURAL, None), (HOPPER, HOPPER)])
+    yield check(130, 160, "rms", BF16, True, [(NATURAL, None), (HOPPER, HOPPER)])
     yield check(5, 96, "layer", BF16, False, [(SQUARE, SQUARE), (None, NATURAL)], swizzled=True)
     yield check(33, 64, "layer", FP32, True, [(NATURAL, NATURAL)])
     yield check(20, 416, "rms", FP16, False, [(NATURAL, NATURAL)], out=FP16)
@@ -230,7 +232,7 @@ def activation_checks(device: str) -> Iterator[Callable[[], None]]:
         return lambda: check_activation(rows, cols, kind, dtype, device, spec, **options)
 
     for kind in reference_ops.PLAIN_KINDS:
-        yield check(70, 96, kind, BF16, NATURAL)
+        yield check(34, 96, kind, BF16, NATURAL)
     yield check(130, 32, "gelu", FP32, SQUARE)
     yield check(70, 160, "swiglu", BF16, HOPPER)
     yield check(33, 64, "geglu_tanh", BF16, NATURAL, packed=True)
