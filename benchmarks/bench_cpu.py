@@ -29,6 +29,7 @@ from mxfp8_recipe.config import LinearPrecision
 from mxfp8_recipe.fused.reference import dequantize, quantize
 from mxfp8_recipe.modules import MXFP8Linear
 
+BENCH = "linear_cpu"
 RESULTS = Path(__file__).parent / "results" / "cpu.jsonl"
 LIMIT = 1.6
 """`MXFP8Linear` may take this many times as long as fp32 `nn.Linear`."""
@@ -155,7 +156,7 @@ def cpu_name() -> str:
 def row(case: Case, provider: str, times: list[float], base: list[float]) -> dict[str, Any]:
     deciles = statistics.quantiles(times, n=10, method="inclusive")
     return {
-        "bench": "linear_cpu",
+        "bench": BENCH,
         "case": str(case),
         "variant": "forward+backward, mxfp8, fp32 tensors",
         "provider": provider,
@@ -183,6 +184,14 @@ def run(case: Case, rounds: int) -> list[dict[str, Any]]:
     return [row(case, name, times[name], times["fp32"]) for name in providers]
 
 
+def write(rows: list[dict[str, Any]], out: Path, bench: str) -> None:
+    """Put the rows in place of a benchmark's earlier ones, and keep those of others."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lines = out.read_text().splitlines() if out.exists() else []
+    kept = [line for line in lines if json.loads(line).get("bench") != bench]
+    out.write_text("".join(line + "\n" for line in [*kept, *map(json.dumps, rows)]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs="+", default=["4096x1024x1024"], help="MxNxK")
@@ -205,8 +214,7 @@ def main() -> None:
         if r["provider"] == "ours":
             verdict = "met" if r["ratio_to_fp32"] <= LIMIT else "NOT met"
             print(f"{'':{len(r['case'])}}  at most {LIMIT}x of fp32: {verdict}")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text("".join(json.dumps(r | about) + "\n" for r in rows))
+    write([r | about for r in rows], options.out, BENCH)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 import statistics
 import sys
@@ -34,7 +33,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.bench_cpu import RESULTS, environment
+from benchmarks.bench_cpu import RESULTS, environment, write
 from mxfp8_recipe import apply_recipe, load_recipe
 from mxfp8_recipe.backends import table
 from mxfp8_recipe.mx_tensor import MXTensor
@@ -141,14 +140,6 @@ def row(provider: str, times: list[float], base: list[float]) -> dict[str, Any]:
     }
 
 
-def write(rows: list[dict[str, Any]], out: Path) -> None:
-    """Put the rows in place of this benchmark's earlier ones, and keep those of others."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    lines = out.read_text().splitlines() if out.exists() else []
-    kept = [line for line in lines if json.loads(line).get("bench") != BENCH]
-    out.write_text("".join(line + "\n" for line in [*kept, *map(json.dumps, rows)]))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
@@ -163,7 +154,7 @@ def main() -> None:
         print(f"{r['provider']:20s} {r['us_median']:8.1f} us  {spread:>16s}  {above}")
     cost = rows[-1]["us_above_plain"]
     print(f"at most {LIMIT_US:.0f} us, ops not counted: {'met' if cost <= LIMIT_US else 'NOT met'}")
-    write([r | about for r in rows], options.out)
+    write([r | about for r in rows], options.out, BENCH)
 
 
 if __name__ == "__main__":
