@@ -341,11 +341,10 @@ def activation_backward(
         act_quantized = activation_quantize(
             x, gate, kind, out_dtype or x.dtype, None, act_colwise, False, seed=seed, stream=stream, **layout
         )[3:]
-    none, none16 = empty(x, torch.float32), empty(x, x.dtype)
-    highs = (dinner, dup) if emit_high else (none16, none16)
+    highs = (dinner, dup) if emit_high else (empty(x, x.dtype), empty(x, x.dtype))
     if gate is None:
-        return *highs, totals, none, *quantized, *up_quantized, *act_quantized
-    biases = (totals[cols:], totals[:cols]) if want_bias_grad else (none, none)
+        return *highs, totals, empty(x, torch.float32), *quantized, *up_quantized, *act_quantized
+    biases = (totals[cols:].clone(), totals[:cols])  # an op's outputs may not alias
     return highs[1], highs[0], *biases, *up_quantized, *quantized, *act_quantized
 
 

@@ -188,9 +188,9 @@ def plan_emission(
 ) -> Emission:
     """Allocate what `quantize_both` returns for a (rows, cols) matrix and describe it to a kernel."""
     device = like.device
-    none = torch.empty(0, dtype=torch.uint8, device=device)
+    outputs = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(4)]  # an op's outputs may not alias
     stride_t = padded_tokens(rows, pad_tokens)
-    outputs, pointers = [none] * 4, [none] * 4
+    pointers = list(outputs)
     whole = stride_t % 4 == 0
     flags: dict[str, Any] = {
         **_orientation("R", None if rowwise is None else (*rowwise.tile,), rowwise),

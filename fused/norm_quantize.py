@@ -491,7 +491,7 @@ def norm_backward(
         later = quantize_both(dx, later_row, later_col, seed, stream, swizzled=swizzled, pad_tokens=pad_tokens)
         outputs = [b if a.numel() == 0 else a for a, b in zip(outputs, later)]
     dweight = empty(h, torch.float32) if weight is None else totals[:cols]
-    dbias = totals[sums - cols :] if has_bias else empty(h, torch.float32)
+    dbias = totals[sums - cols :].clone() if has_bias else empty(h, torch.float32)  # outputs may not alias
     return dx, dweight, dbias, outputs[0], outputs[1], outputs[2], outputs[3]
 
 

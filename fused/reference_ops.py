@@ -59,7 +59,7 @@ def quantize_both(
         TypeError: for another dtype. ValueError: for a tensor that is not 2-D, or stochastic rounding without a seed.
     """
     check_matrix("quantize_both", "x", x)
-    outputs = [empty(x, torch.uint8)] * 4
+    outputs = [empty(x, torch.uint8) for _ in range(4)]
     if rowwise is not None:
         qdata, scale = quantize_spec(x, rowwise, axis=-1, seed=seed, stream=stream)
         outputs[0], outputs[1] = qdata.contiguous().view(torch.uint8), _stored(scale, swizzled)
@@ -270,19 +270,18 @@ def activation_backward(
     else:
         dx, dgate = dup, dinner
     assert dx is not None
-    nothing, none8 = empty(x, torch.float32), empty(x, torch.uint8)
-    sums = [d.float().sum(dim=0) if want_bias_grad and d is not None else nothing for d in (dx, dgate)]
+    sums = [d.float().sum(dim=0) if want_bias_grad and d is not None else empty(x, torch.float32) for d in (dx, dgate)]
     quantized = quantize_both(dx, rowwise, colwise, seed, stream, swizzled=swizzled, pad_tokens=pad_tokens)
-    gate_quantized = (none8,) * 4
+    gate_quantized = tuple(empty(x, torch.uint8) for _ in range(4))
     if dgate is not None:
         gate_quantized = quantize_both(dgate, rowwise, colwise, seed, stream, swizzled=swizzled, pad_tokens=pad_tokens)
-    act_quantized = (none8, none8)
+    act_quantized = (empty(x, torch.uint8), empty(x, torch.uint8))
     if act_colwise is not None:
         y = _act(inner_f, act) if up is None else _act(inner_f, act) * up.float()
         act_quantized = quantize_both(
             y.to(high), None, act_colwise, seed, stream, swizzled=swizzled, pad_tokens=pad_tokens
         )[2:]
-    highs = (dx, empty(x, x.dtype) if dgate is None else dgate) if emit_high else (empty(x, x.dtype),) * 2
+    highs = (dx, empty(x, x.dtype) if dgate is None else dgate) if emit_high else (empty(x, x.dtype), empty(x, x.dtype))
     return *highs, *sums, *quantized, *gate_quantized, *act_quantized
 
 
