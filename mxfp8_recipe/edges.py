@@ -17,6 +17,7 @@ from .autograd import LinearConfig
 from .record import Node, Recording
 
 _ACTIVATIONS = {"relu", "gelu", "silu", "square", "pow", "__pow__"}
+_SQUARES = {"square", "pow", "__pow__"}
 _PRODUCTS = {"mul", "__mul__", "__rmul__"}
 
 
@@ -142,10 +143,13 @@ class EdgeFinder:
 
         value = call.outputs[0]
         readers = self._by_value.get(value, [])
+        returned = any(reader.kind == "output" for reader in readers)
         consumers = [reader for reader in readers if self._multiplies(reader, value)]
         others = [reader for reader in readers if reader not in consumers]
         if not consumers:
             return plan(reason=f"read by {_describe(others)}, none of them an MXFP8 layer")
+        if returned:
+            return plan(reason="the model returns it too, as a tensor")
         if value in self.recording.overwritten:
             return plan(reason="its output is overwritten in place")
         obstacle = next(filter(None, (self.obstacle(call, reader) for reader in readers)), "")
@@ -169,7 +173,10 @@ class EdgeFinder:
 
         if len(outputs) != 1:
             return refused("it returns several tensors")
-        value, gated = outputs[0], False
+        value, gated, done = outputs[0], False, ""
+        in_place = kind == "activation" and getattr(self.modules[name], "inplace", False)
+        if kind == "activation" and not in_place and self.recording.overwritten.intersection(call.inputs):
+            return refused("its input is overwritten in place")
         while True:
             if value in self.recording.overwritten:
                 return refused("its output is overwritten in place")
@@ -183,6 +190,9 @@ class EdgeFinder:
             if self._multiplies(reader, value, pending=True):
                 return self._pending_plan(kind, name, reader.name, gated)
             step = self._next(reader, value)
+            done, before = reader.name, done
+            if kind == "function" and not _follows(before, reader):
+                step = None
             if step is None:
                 return refused(f"read by {_describe([reader])}, not by an MXFP8 linear")
             value, gated = step, gated or reader.name in _PRODUCTS or reader.name == "chunk"
@@ -199,7 +209,8 @@ class EdgeFinder:
         if reader.kind != "function":
             return None
         if reader.name in _PRODUCTS and len(reader.outputs) == 1:
-            return reader.outputs[0]
+            alone = len(reader.inputs) != 2 or len(set(reader.last_dims)) != 1
+            return None if alone or self.recording.overwritten.intersection(reader.inputs) else reader.outputs[0]
         if reader.name in _ACTIVATIONS and len(reader.outputs) == 1:
             return reader.outputs[0] if not reader.options.get("inplace") else None
         if reader.name == "chunk" and len(reader.outputs) == 2:
@@ -232,6 +243,15 @@ class EdgeFinder:
             if _casts_inputs(module):
                 return f"{where} is wrapped by FSDP with input casting"
         return ""
+
+
+def _follows(before: str, reader: Node) -> bool:
+    """Whether a fused kernel exists for function `reader` of what function `before` gave (of a linear's output: "")."""
+    if reader.name in _SQUARES:
+        return before == "relu" and reader.options.get("arg1", reader.options.get("exponent", 2)) == 2
+    if reader.name in _PRODUCTS:
+        return before in _ACTIVATIONS - _SQUARES
+    return before in ("", "chunk")
 
 
 def _casts_inputs(module: nn.Module) -> bool:

@@ -2,7 +2,8 @@
 
 Two hooks on the root surround each forward with a recorder until one ran in grad mode (without it activation
 checkpointing, which decides what may fuse, does not show); then they remove themselves, and the edges fuse
-from the next forward on, with the same bits. Attention that a module's own forward calls runs in its planned
+from the next forward on, with the same bits; after one with activation checkpointing not before its backward
+recomputed what it ran. Attention that a module's own forward calls runs in its planned
 precision from the start: the recorder replaces the call.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -20,11 +22,12 @@ from .autograd import AttentionConfig
 from .functional import mxfp8_attention
 from .plan import Plan
 from .planner import call_precision, module_names, pieces, with_recording
-from .record import Recorder
+from .record import Recorder, tensors_in
 from .rules import Rules
 from .swap import applied_plan, connect, drop_hook
 
 _STRICT, _RUNNING = "_mxfp8_strict", "_mxfp8_recording"
+_FOUND, _WENT_BACK = "_mxfp8_found", "_mxfp8_went_back"
 
 
 def await_first_forward(model: nn.Module, strict: bool) -> None:
@@ -40,7 +43,8 @@ def stop_waiting(model: nn.Module) -> None:
     for key in [k for k, hook in model._forward_hooks.items() if hook is _end]:
         del model._forward_hooks[key]
         model._forward_hooks_always_called.pop(key, None)
-    model.__dict__.pop(_STRICT, None)
+    for key in (_STRICT, _FOUND, _WENT_BACK):
+        model.__dict__.pop(key, None)
 
 
 def _begin(model: nn.Module, args: Any) -> None:
@@ -49,11 +53,14 @@ def _begin(model: nn.Module, args: Any) -> None:
     plan = applied_plan(model)
     if plan is None or _RUNNING in model.__dict__:
         return
+    if _WENT_BACK in model.__dict__:
+        _fuse(model, model.__dict__[_FOUND])
+        return
     names = module_names(model)
     del names[model]  # its own hooks are running
     stack, recorder = ExitStack(), Recorder(_attention(plan, model))
     recording = stack.enter_context(recorder.watch(names, pieces(model, plan) - {model}))
-    model.__dict__[_RUNNING] = (stack, recorder, recording)
+    model.__dict__[_RUNNING] = (stack, recorder, recording, get_ident())
 
 
 def _attention(plan: Plan, model: nn.Module) -> Callable[..., Any]:
@@ -74,14 +81,28 @@ def _attention(plan: Plan, model: nn.Module) -> Callable[..., Any]:
 
 
 def _end(model: nn.Module, args: Any, output: Any) -> None:
-    if torch.compiler.is_compiling() or _RUNNING not in model.__dict__:
+    if torch.compiler.is_compiling() or model.__dict__.get(_RUNNING, (None,))[-1] != get_ident():
         return
-    stack, recorder, recording = model.__dict__.pop(_RUNNING)
+    stack, recorder, recording, _ = model.__dict__.pop(_RUNNING)
     if output is not None:
         recorder.finish(output)
     stack.close()
-    plan, strict = applied_plan(model), model.__dict__.get(_STRICT, False)
+    plan = applied_plan(model)
     if output is None or plan is None or not torch.is_grad_enabled():
         return
+    found = with_recording(plan, model, recording, "first forward")
+    if not recording.recomputes:
+        _fuse(model, found)
+        return
+    model.__dict__[_FOUND] = found
+    made = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    if not made:
+        model.__dict__[_WENT_BACK] = True
+    for tensor in made:
+        tensor.register_hook(lambda grad: model.__dict__.update({_WENT_BACK: True}))
+
+
+def _fuse(model: nn.Module, plan: Plan) -> None:
+    strict = model.__dict__.get(_STRICT, False)
     stop_waiting(model)
-    connect(model, with_recording(plan, model, recording, "first forward"), strict)
+    connect(model, plan, strict)

@@ -20,7 +20,7 @@ class Heads(Traveling):
     Attributes:
         carrier: of the shape it has now.
         parts: qdata (B, H, L, D), scale (B, H, L, D / 32), qdata_t (B, H, D, L), scale_t (B, H, D, ceil(L / 32)).
-        heads: (B, H, L, D). rowwise, colwise: encoded specs of the parts.
+        heads: (B, H, L, D). rowwise, colwise: encoded specs of the parts. is_turned: to (B, H, L, D).
         recompute: gives the projection's output again, (B, L, H * D), differentiably.
     """
 
@@ -31,14 +31,11 @@ class Heads(Traveling):
     colwise: str
     recompute: Callable[[], Tensor]
     edge: Edge
+    is_turned: bool = False
 
     @property
     def nominal(self) -> Tensor:
         return self.carrier
-
-    @property
-    def is_turned(self) -> bool:
-        return tuple(self.carrier.shape) == self.heads and self.carrier.dim() == 4
 
     def materialize(self) -> Tensor:
         batch, heads, length, dim = self.heads
@@ -58,8 +55,8 @@ class Heads(Traveling):
         if self.carrier.dim() == 3 and name in ("view", "reshape", "unflatten"):
             carrier = getattr(self.carrier, name)(*args)
             return replace(self, carrier=carrier) if tuple(carrier.shape) == split else None
-        if tuple(self.carrier.shape) == split and _swaps_heads(name, args):
-            return replace(self, carrier=self.carrier.transpose(1, 2))
+        if self.carrier.dim() == 4 and not self.is_turned and _swaps_heads(name, args):
+            return replace(self, carrier=self.carrier.transpose(1, 2), is_turned=True)
         return self if name == "contiguous" else None
 
 

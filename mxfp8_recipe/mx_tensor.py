@@ -178,6 +178,33 @@ class Traveling:
         return func(*_resolve(args, name), **_resolve(kwargs, name))
 
 
+def versions_of(*tensors: Any) -> tuple[int, ...]:
+    """How often each tensor was written to; nothing for one of inference mode, which does not count that."""
+    if torch.compiler.is_compiling():
+        return ()
+    return tuple(t._version for t in tensors if isinstance(t, Tensor) and not t.is_inference())
+
+
+def check_unwritten(versions: tuple[int, ...], producer: str, *tensors: Any) -> None:
+    """Raise RuntimeError where a value not yet computed lost what it is computed from since `versions`."""
+    if versions and not torch.compiler.is_compiling() and versions_of(*tensors) != versions:
+        raise RuntimeError(
+            f"{producer or '(root)'}: what its output is computed from was overwritten in place before the output was "
+            f"read; write out of place, or override {producer!r} with 'bf16'"
+        )
+
+
+def computed_from(again: Callable[[], Any], producer: str, *tensors: Any) -> Callable[[], Any]:
+    """`again`, refusing once any of `tensors` was written to."""
+    versions = versions_of(*tensors)
+
+    def compute() -> Any:
+        check_unwritten(versions, producer, *tensors)
+        return again()
+
+    return compute
+
+
 def _resolve(values: Any, reader: str) -> Any:
     """`values` with every traveling value in it replaced by its high-precision tensor."""
     if isinstance(values, Traveling):
@@ -244,6 +271,7 @@ class Pending(Traveling):
         gate: the tensor a gated kind's activation applies to.
         kind: `identity` (nothing yet), an activation, or a gated activation, as `fused` names them.
         compute: `(x, gate, kind) -> Tensor`, the activation on its own, differentiable.
+        versions: of x and gate when the activation was called.
     """
 
     x: Tensor
@@ -251,13 +279,21 @@ class Pending(Traveling):
     kind: str
     compute: Callable[[Tensor, Tensor | None, str], Tensor]
     edge: Edge = field()
+    versions: tuple[int, ...] = ()
 
     @property
     def nominal(self) -> Tensor:
         return self.x
 
     def materialize(self) -> Tensor:
-        return self.x if self.kind == "identity" else self.compute(self.x, self.gate, self.kind)
+        if self.kind == "identity":
+            return self.x
+        self.check()
+        return self.compute(self.x, self.gate, self.kind)
+
+    def check(self) -> None:
+        """Raise where x or gate is no longer what the activation was called on."""
+        check_unwritten(self.versions, self.edge.producer, self.x, self.gate)
 
     def high(self, reader: str) -> Tensor:
         return self.x if self.kind == "identity" else super().high(reader)
@@ -271,13 +307,14 @@ class Pending(Traveling):
         return self.activated(kind) if kind else None
 
     def reshaped(self, x: Tensor) -> Pending | None:
+        self.check()
         gate = None if self.gate is None else self.gate.reshape(x.shape)
-        return replace(self, x=x, gate=gate)
+        return replace(self, x=x, gate=gate, versions=versions_of(x, gate) if self.versions else ())
 
     def activated(self, kind: str) -> Pending | None:
         """This value with an activation applied to it, if it can stay pending."""
         if self.kind == "identity":
-            return replace(self, kind=kind)
+            return None if kind == "square" else replace(self, kind=kind, versions=versions_of(self.x))
         if self.kind == "relu" and kind == "square":
             return replace(self, kind="relu2")
         return None
@@ -289,13 +326,13 @@ class Pending(Traveling):
             return None
         if up.shape != self.x.shape or up.dtype != self.x.dtype:
             return None
-        return replace(self, x=up, gate=self.x, kind=_GATED[self.kind])
+        return replace(self, x=up, gate=self.x, kind=_GATED[self.kind], versions=versions_of(up) + self.versions)
 
 
 def _continue(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """The value `func` gives if it can stay quantized or pending, else None."""
     name = getattr(func, "__name__", "")
-    if name in ("mul", "__mul__", "__rmul__") and len(args) == 2:
+    if name in ("mul", "__mul__", "__rmul__") and len(args) == 2 and not kwargs:
         return _product(*args)
     first, rest = (args[0], args[1:]) if args else (kwargs.get("input"), ())
     if not isinstance(first, Traveling) or first.settled is not None:
@@ -306,7 +343,7 @@ def _continue(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
 def _activation_kind(name: str, args: Any, kwargs: dict[str, Any]) -> str:
     if name in ("relu", "silu", "square"):
         return "" if kwargs.get("inplace") or True in args else name
-    if name in ("pow", "__pow__") and args == (2,):
+    if name in ("pow", "__pow__") and len(args) == 1 and isinstance(args[0], int | float) and args[0] == 2:
         return "square"
     if name == "gelu":
         approximate = kwargs.get("approximate", args[0] if args else "none")
@@ -332,6 +369,8 @@ def _chunk(value: Pending, chunks: int, dim: int = 0) -> Any:
 
 
 def _view(value: Any, *shape: Any) -> Any:
+    if any(isinstance(part, torch.dtype) for part in shape):
+        return None
     viewed = value.nominal.reshape(*shape)
     return value.reshaped(viewed) if viewed.shape[-1:] == value.shape[-1:] else None
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -58,11 +59,13 @@ class Recording:
         nodes: every recorded call.
         overwritten: values some function wrote into.
         tokens: product of the leading dims of each module's first input, by FQN.
+        recomputes: some call ran under hooks on what it saves for backward, as non-reentrant checkpointing does.
     """
 
     nodes: list[Node] = dataclasses.field(default_factory=list)
     overwritten: set[int] = dataclasses.field(default_factory=set)
     tokens: dict[str, int] = dataclasses.field(default_factory=dict)
+    recomputes: bool = False
 
     def readers(self, value: int) -> list[Node]:
         return [node for node in self.nodes if value in node.inputs]
@@ -82,6 +85,7 @@ class Recorder(TorchFunctionMode):
         self._keep: list[Any] = []  # no tensor dies while recording, so no id is used twice
         self._path: list[nn.Module] = []
         self._inside = 0
+        self._thread = get_ident()  # the hooks fire in every thread that runs the model
         self._versions: list[int] = []  # of each kept tensor when it was first seen
         self._given: list[Tensor] = []  # inputs of the piece that runs, before torch wraps them for backward hooks
         self._given_values: list[int] = []
@@ -130,11 +134,14 @@ class Recorder(TorchFunctionMode):
             if id(result) not in self._values:
                 self._register(result, inputs[0])
             return
+        if getattr(func, "__self__", None) is Tensor.data:  # what is written through it does not count as a write
+            self.recording.overwritten.update(inputs)
         if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or "out" in kwargs:
             self.recording.overwritten.update(self.value_of(t) for t in made)
         self._add("function", name, inputs, made, _options(args, kwargs))
 
     def _add(self, kind: str, name: str, inputs: list[int], made: list[Tensor], options: dict[str, Any]) -> None:
+        self.recording.recomputes |= torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
         outputs = tuple(self.value_of(t) for t in made)
         last_dims = tuple(t.shape[-1] if t.dim() else 0 for t in (self._keep[value] for value in inputs))
         shapes = tuple(tuple(t.shape) for t in made)
@@ -142,6 +149,8 @@ class Recorder(TorchFunctionMode):
         self.recording.nodes.append(Node(kind, name, tuple(self._path), tuple(inputs), outputs, *facts))
 
     def enter_module(self, module: nn.Module, piece: bool, inputs: Any) -> None:
+        if get_ident() != self._thread:
+            return
         if piece and not self._inside:
             self._given = list(tensors_in(inputs))
             self._given_values = [self.value_of(t) for t in self._given]
@@ -149,6 +158,8 @@ class Recorder(TorchFunctionMode):
         self._inside += piece
 
     def leave_module(self, module: nn.Module, piece: bool, name: str, output: Any) -> None:
+        if get_ident() != self._thread:
+            return
         self._path.pop()
         self._inside -= piece
         if piece and not self._inside:

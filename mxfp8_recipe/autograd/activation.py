@@ -26,6 +26,7 @@ from .linear import (
     kept,
     quantize_grad,
     quantize_weight,
+    refuse_second_order,
     shaped,
     wgrad,
 )
@@ -36,13 +37,15 @@ class ActivationFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor | None, kind: str, backend: str) -> Tensor:
-        ctx.save_for_backward(x, gate)
         ctx.kind, ctx.backend = kind, backend
         out = backends.activation_quantize(_rows(x), _rows(gate), kind, x.dtype, "", "", True, None, 0, backend)
-        return shaped(out[0], x.shape)
+        y = shaped(out[0], x.shape)
+        ctx.save_for_backward(y if kind == "relu" else x, gate)  # as torch: what relu was given may be overwritten
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order()
         x, gate = ctx.saved_tensors
         grad = grad_y.reshape(-1, grad_y.shape[-1])
         dx, dgate, *_ = backends.activation_backward(
@@ -84,6 +87,7 @@ class ActivationLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order()
         x, gate, w, w_scale, seed = ctx.saved_tensors
         config: LinearConfig = ctx.config
         needs_x, needs_gate, needs_weight, needs_bias = ctx.needs_input_grad[:4]

@@ -139,6 +139,7 @@ def linear_forward(
 
 def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients in the argument order of `MXFP8LinearFunction`."""
+    refuse_second_order()
     x, x_scale, w, w_scale, seed = ctx.saved_tensors
     config: LinearConfig = ctx.config
     needs_input, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 5, 6))
@@ -151,6 +152,15 @@ def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         grad_weight = wgrad(grad, grad_q, x, x_scale, config)
     grad_bias = bias_grad(grad, ctx.bias_dtype) if needs_bias else None
     return grad_input, None, None, None, None, grad_weight, grad_bias, None, None
+
+
+def refuse_second_order() -> None:
+    """Raise in a backward that records itself: without derivatives of its own, its terms would go missing silently."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "MXFP8 layers have no second derivatives (create_graph=True); override the layers they are taken through "
+            "with 'bf16'"
+        )
 
 
 def quantize(x: Tensor, rowwise: str, colwise: str, seed: Tensor | None, stream: int, backend: str) -> Quantized:

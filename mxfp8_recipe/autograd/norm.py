@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from .linear import INPUT_STREAM, rows, shaped
+from .linear import INPUT_STREAM, refuse_second_order, rows, shaped
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
+        refuse_second_order()
         if grad_y is None:
             return (None,) * 7
         x, weight, mean, rstd = ctx.saved_tensors

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..autograd import AttentionConfig, attention
 from ..fused.spec import BLOCK
 from ..mx_heads import AttentionOutput, Heads
-from ..mx_tensor import Edge, MXTensor, Traveling
+from ..mx_tensor import Edge, MXTensor, Traveling, computed_from
 from .common import DTYPES, compute_dtype, draw_seed
 
 
@@ -104,6 +104,7 @@ def _fused_attention(
     assert edge.emit is not None
     row, col = edge.emit if torch.is_grad_enabled() else (edge.emit[0], "")
     parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = run(emit=(row, col))
+    run = computed_from(run, edge.producer, *inputs)
     carrier = parts[0]
     merged = MXTensor(*parts, row, col, carrier.dtype, False, partial(_merged_high, run), edge)
     batch, heads, length, dim = carrier.shape

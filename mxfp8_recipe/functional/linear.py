@@ -15,7 +15,7 @@ from ..autograd import (
     ProjectionFunction,
 )
 from ..mx_heads import Heads
-from ..mx_tensor import Edge, MXTensor, Pending, Traveling
+from ..mx_tensor import Edge, MXTensor, Pending, Traveling, computed_from
 from .common import DTYPES, apply, autocast_on, cast, compute_dtype, draw_seed
 
 
@@ -53,6 +53,7 @@ def mxfp8_linear(
         input = input.high("a linear layer of another precision")
     if isinstance(input, Pending):
         if input.edge.fused and input.kind != "identity":
+            input.check()
             return apply(ActivationLinearFunction, input.x, input.gate, weight, bias, seed, input.kind, config)
         input = input.materialize()
     assert isinstance(input, Tensor)
@@ -124,6 +125,7 @@ def mxfp8_projection(
     for i, part in enumerate(parts):
         rows = slice(start, start := start + part.features)
         again = partial(mxfp8_linear, input, weight[rows], None if bias is None else bias[rows], config=config)
+        again = computed_from(again, edge.producer, input)
         one, shape = outputs[5 * i : 5 * i + 5], (*input.shape[:2], part.features)
         size = (shape[0], part.features // part.head_dim, shape[1], part.head_dim)
         heads.append(Heads(one[0], tuple(one[1:]), size, part.rowwise, part.colwise, again, edge))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..autograd import ActivationFunction, NormConfig, NormFunction
-from ..mx_tensor import Edge, MXTensor, Pending, Traveling
+from ..mx_tensor import Edge, MXTensor, Pending, Traveling, versions_of
 from .common import apply, compute_dtype, draw_seed
 
 
@@ -88,7 +88,7 @@ def mxfp8_activation(
         input = input.high("an activation")
     if edge is None:
         return activation(input, gate, kind)
-    return Pending(input, gate, kind, activation, edge)
+    return Pending(input, gate, kind, activation, edge, versions_of(input, gate))
 
 
 def pending(output: Tensor, edge: Edge | None) -> Tensor | Pending:
