@@ -92,8 +92,8 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, g: Tensor, chosen: AttentionPrecisio
     out = along_sequence("pv", unnormalized, v, hidden) / total
     probs = unnormalized / total
     dv = along_sequence("dv", probs.transpose(-1, -2), g, hidden.transpose(-1, -2))
-    delta = (g.double() * out).sum(-1, keepdim=True)
-    dscores = probs * (by_head("dp", g, v) - delta)
+    dprobs = by_head("dp", g, v)
+    dscores = probs * (dprobs - (probs * dprobs).sum(-1, keepdim=True))
     dq = along_sequence("dq", dscores, k, hidden) * scale
     dk = along_sequence("dk", dscores.transpose(-1, -2), q, hidden.transpose(-1, -2)) * scale
     return [out, dq, dk, dv]

@@ -23,8 +23,8 @@ from numerics_tests.attention_oracle import HIGH, SQUARE, config, heads, only, o
 from numerics_tests.helpers import same_bits
 
 MX, PLAIN = config(), config(**HIGH)
-FEEDS = {"qk": "oqkv", "pv": "oqk", "dv": "v", "dp": "qk", "dq": "q", "dk": "k"}
-"""Which of output, dQ, dK and dV each GEMM reaches; pv reaches dS through rowsum(dO * O)."""
+FEEDS = {"qk": "oqkv", "pv": "o", "dv": "v", "dp": "qk", "dq": "q", "dk": "k"}
+"""Which of output, dQ, dK and dV each GEMM reaches."""
 
 
 def forward_backward(inputs: list[Tensor], chosen: AttentionConfig, *args: Any, **kwargs: Any) -> list[Tensor]:
@@ -68,6 +68,18 @@ def test_wide_tiles_match_the_oracle(tile: str, head_dim: int) -> None:
     expected = oracle(*inputs, chosen, torch.ones(200, 200, dtype=torch.bool))
     for ours, theirs in zip(forward_backward(inputs, AttentionConfig.of(chosen)), expected):
         assert sqnr_db(ours, theirs) > 60
+
+
+def test_the_softmax_gradient_survives_cancellation() -> None:
+    """Keys and values with a common part, which cancels in dQ only where each row of dS sums to zero.
+
+    Measured: 13 dB for dQ, 17 for dK. With a row sum of dO * O in place of P * dP, which quantization makes another
+    number: -10 and 15.
+    """
+    q, k, v, g = heads(1, 2, 64, 32)
+    inputs = (q, *((2.0 + 0.5 * x).detach().requires_grad_() for x in (k, v)), g)
+    for ours, plain in zip(forward_backward(inputs, MX)[1:3], forward_backward(inputs, PLAIN)[1:3]):
+        assert sqnr_db(ours, plain) > 10, sqnr_db(ours, plain)
 
 
 CASES: list[tuple[dict[str, Any], tuple[int, int], int]] = [
@@ -227,7 +239,7 @@ def test_saved_bytes_are_as_documented() -> None:
     batch, length, dim = 2, 96, 64
     inputs = heads(batch, 1, length, dim, dtype=torch.bfloat16)
     elements = batch * length * dim
-    saved = 2 * elements + 4 * batch * length + 5 * elements + 5 * elements // 32
+    saved = 4 * batch * length + 5 * elements + 5 * elements // 32
     stand_ins = 3 * 2
     assert saved_bytes(inputs, MX) == saved + stand_ins
     assert saved_bytes(inputs, MX, is_causal=True) == saved + 2 * 2 * elements + stand_ins - 2 * 2
@@ -279,10 +291,10 @@ def test_ops_describe_their_outputs() -> None:
     first = "e4m3:1x32:rceil:nearest:0"
     q8, k8, v8, g8 = (ops.quantize_heads(x, first, first, None, 0, "auto") for x in (q, k, v, g))
     forward = (q, k, v, [*q8[:2], *k8[:2], *v8[2:]], None, None, spec, 0.2, True, 0.0, True, "auto")
-    out, lse, probs = ops.attention_forward(*forward)
+    _, lse, probs = ops.attention_forward(*forward)
     operands = [*q8[:2], *k8[:2], *v8[:2], *g8[:2], *g8[2:], *k8[2:], *q8[2:]]
     mask = torch.zeros(40, 40)
-    backward = (g, probs, q, k, v, out, lse, operands, mask, None, spec, 0.2, True, 0.0, "qkvm", "auto")
+    backward = (g, probs, q, k, v, lse, operands, mask, None, spec, 0.2, True, 0.0, "qkvm", "auto")
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(ops.quantize_heads, (q, first, first, None, 0, "auto"), test_utils=tests)
     torch.library.opcheck(ops.attention_forward, forward, test_utils=tests)

@@ -7,7 +7,7 @@
     P  = exp(S - lse);  P' = keep * P      normalized, recomputed from lse = rowmax + log(l)
     dV = P'^T dO / (1 - dropout_p)         dv  contraction queries
     dP = keep * dO V^T / (1 - dropout_p)   dp  contraction head dim
-    dS = P * (dP - rowsum(dO * O))
+    dS = P * (dP - rowsum(P * dP))
     dQ = scale * dS K                      dq  contraction keys
     dK = scale * dS^T Q                    dk  contraction queries
 
@@ -166,7 +166,6 @@ def attention_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    out: Tensor,
     lse: Tensor,
     operands: dict[str, Quantized],
     mask: Tensor | None,
@@ -182,7 +181,7 @@ def attention_backward(
 
     Args:
         grad_out: (B, H, Lq, E) in the compute dtype. grad_probs: gradient of `probs`, or None.
-        query, key, value, out, lse, mask, seed, spec, scale, causal, dropout_p: as the forward had them.
+        query, key, value, lse, mask, seed, spec, scale, causal, dropout_p: as the forward had them.
         operands: quantized with the contraction last: "query", "key" along D for S; "value", "grad" along E for
             `dp`; "grad_t" (B, H, E, Lq) for `dv`; "key_t" (B, G, D, Lk) for `dq`; "query_t" (B, H, D, Lq) for
             `dk`. One whose GEMM runs in high precision, or is not wanted, is left out.
@@ -206,7 +205,7 @@ def attention_backward(
     if wanted == "v":
         return grads["q"], grads["k"], grads["v"], grads["m"]
     dprobs = _by_head("dp", spec, grad_out, value, quantized["grad"], quantized["value"], groups)
-    dscores = _softmax_backward(probs, dprobs, grad_out, out, grad_probs, gain if keep is None else keep * gain)
+    dscores = _softmax_backward(probs, dprobs, grad_probs, gain if keep is None else keep * gain)
     if "q" in wanted:
         dq = _along_sequence("dq", spec, dscores, key, quantized["key_t"], visible, groups, seed, dtype)
         grads["q"] = (dq * scale).to(dtype)
@@ -220,18 +219,16 @@ def attention_backward(
     return grads["q"], grads["k"], grads["v"], grads["m"]
 
 
-def _softmax_backward(
-    probs: Tensor, dprobs: Tensor, grad_out: Tensor, out: Tensor, grad_probs: Tensor | None, gain: Tensor | float
-) -> Tensor:
-    """`dS = P * (gain * dP - rowsum(dO * O))`, where `gain` is dropout's mask and factor; fp32.
+def _softmax_backward(probs: Tensor, dprobs: Tensor, grad_probs: Tensor | None, gain: Tensor | float) -> Tensor:
+    """`dS = P * (g - rowsum(P * g))` with `g = gain * (dP + grad_probs)`; fp32.
 
-    A gradient of the emitted probabilities, `gain * P`, adds to dP.
+    `gain` is dropout's mask and factor; `grad_probs` a gradient of the emitted probabilities, `gain * P`. The row
+    sum is taken of the very dP it is subtracted from: `rowsum(dO * O)` equals it in exact arithmetic alone, and where
+    the difference is small, the quantization of dP would be all that is left of it.
     """
-    delta = (grad_out.float() * out.float()).sum(-1, keepdim=True)
-    if grad_probs is not None:
-        dprobs = dprobs + grad_probs.float()
-        delta = delta + (grad_probs.float() * probs * gain).sum(-1, keepdim=True)
-    return probs * (dprobs * gain - delta)
+    grad = dprobs if grad_probs is None else dprobs + grad_probs.float()
+    grad = grad * gain
+    return probs * (grad - (probs * grad).sum(-1, keepdim=True))
 
 
 def dropout_keep(shape: tuple[int, ...], seed: Tensor, dropout_p: float) -> Tensor:

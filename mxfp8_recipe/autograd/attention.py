@@ -10,7 +10,7 @@
 query, key, value and grad_out are quantized here, once per contraction, each sample and head on its own; P
 and dS inside the two ops, which run the GEMMs of a pass together, as a kernel does.
 
-Saved for backward, in bytes a head: the output, lse `4*Lq`, and of query and key both quantizations and of
+Saved for backward, in bytes a head: lse `4*Lq`, and of query and key both quantizations and of
 value one, an element and 1/32 of a scale each: `2*(Lq + Lk)*D + Lk*E` and 1/32 of it. Where one square-tile
 quantization serves both contractions it is saved once. query and key are saved as they are, too, where a mask
 leaves blocks of dq and dk to the compute dtype, and any of the three where its GEMM is not MXFP8.
@@ -174,7 +174,6 @@ class MXFP8AttentionFunction(torch.autograd.Function):
             query if high_q else _stand_in(query),
             key if high_k else _stand_in(key),
             value if high_v else _stand_in(value),
-            out if scores else _stand_in(out),
             lse, mask, seed, *q, *k, *v, *k_t, *q_t,
         )  # fmt: skip
         ctx.config, ctx.options, ctx.emit_probs, ctx.given = config, options, emit_probs, len(given)
@@ -186,7 +185,7 @@ class MXFP8AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse, mask, seed, *saved = ctx.saved_tensors
+        query, key, value, lse, mask, seed, *saved = ctx.saved_tensors
         config: AttentionConfig = ctx.config
         needs_q, needs_k, needs_v, needs_m = ctx.needs_input_grad[:4]
         grad, grad_probs = grads[0], grads[1] if ctx.emit_probs else None
@@ -200,7 +199,7 @@ class MXFP8AttentionFunction(torch.autograd.Function):
         g_t = _along_sequence(g, g_t, share_g and needs_v)
         wanted = "".join(n for n, needed in zip("qkvm", (needs_q, needs_k, needs_v, needs_m)) if needed)
         dq, dk, dv, dm = attention_backward(
-            grad, grad_probs, query, key, value, out, lse, [*q, *k, *v, *g, *g_t, *k_t, *q_t], mask, seed,
+            grad, grad_probs, query, key, value, lse, [*q, *k, *v, *g, *g_t, *k_t, *q_t], mask, seed,
             *ctx.options, wanted, config.backend,
         )  # fmt: skip
         found = (dq if needs_q else None, dk if needs_k else None, dv if needs_v else None, dm if needs_m else None)

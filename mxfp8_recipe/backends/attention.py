@@ -178,7 +178,6 @@ def _backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    out: Tensor,
     lse: Tensor,
     quantized: list[Tensor],
     mask: Tensor | None,
@@ -193,7 +192,7 @@ def _backward(
     run = resolve("attention_backward", backend, grad_out.device)
     operands = {name: (quantized[2 * i], quantized[2 * i + 1]) for i, name in enumerate(BACKWARD_OPERANDS)}
     return run(
-        grad_out, grad_probs, query, key, value, out, lse, operands, mask, seed, AttentionSpec.decode(spec),
+        grad_out, grad_probs, query, key, value, lse, operands, mask, seed, AttentionSpec.decode(spec),
         scale=scale, causal=causal, dropout_p=dropout_p, wanted=wanted,
     )  # fmt: skip
 
@@ -204,7 +203,6 @@ def _backward_fake(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    out: Tensor,
     lse: Tensor,
     quantized: list[Tensor],
     mask: Tensor | None,
@@ -222,7 +220,7 @@ def _backward_fake(
 
 
 attention_backward = define(
-    "attention_backward(Tensor grad_out, Tensor? grad_probs, Tensor query, Tensor key, Tensor value, Tensor out,"
+    "attention_backward(Tensor grad_out, Tensor? grad_probs, Tensor query, Tensor key, Tensor value,"
     " Tensor lse, Tensor[] quantized, Tensor? mask, Tensor? seed, str spec, float scale, bool causal,"
     " float dropout_p, str wanted, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
