@@ -36,7 +36,7 @@ class Rates:
 
 RATES = {
     "reference": Rates(bf16_flops=160e9, mx_flops={32: 160e9, 128: 160e9}, quantized=0.3e9),
-    "hopper": Rates(bf16_flops=630e12, mx_flops={32: 430e12, 128: 880e12}, quantized=1.2e12, launch=4e-6),
+    "hopper": Rates(bf16_flops=700e12, mx_flops={32: 410e12, 128: 1050e12}, quantized=1.4e12, launch=4e-6),
 }
 
 
