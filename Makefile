@@ -13,12 +13,13 @@ RUN := .venv/bin/python
 SETUP := $(PYTHON) .ci/venv.py --torch '$(TORCH)' $(if $(filter file,$(origin TORCH)),,--exactly)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv ab test lint types check bench clean
+.PHONY: help venv ab test lint types check compile bench clean
 
 help:
 	@echo 'make ab      does MXFP8 move normalized entropy or calibration against BF16? (AB=options of mxfp8 ab)'
 	@echo 'make test    the test suite (TESTS=options of pytest)'
 	@echo 'make check   lint, types and tests: what CI runs'
+	@echo 'make compile every kernel launch, for GPUs that are not here'
 	@echo 'make bench   CPU benchmarks, into benchmarks/results'
 	@echo 'make lint | types | venv | clean'
 
@@ -32,6 +33,9 @@ ab:
 
 test: venv
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --maxprocesses=8 $(TESTS)
+
+compile: venv
+	@$(RUN) numerics_tests/compile_only.py 90 100
 
 lint: venv
 	@$(RUN) -m ruff check .
