@@ -27,6 +27,7 @@ import triton
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fused import activation_quantize, norm_quantize, quantize, reference_ops
+from fused.norm_backward import norm_backward as run_norm_backward
 from fused.spec import QuantSpec
 
 REPLAYS = 30
@@ -192,7 +193,7 @@ def norm_backward(rows: int, cols: int, tile: str, spec: QuantSpec) -> Case:
     none = torch.empty(0, device="cuda")
 
     def ours(grad, h, rstd, rowwise: QuantSpec | None = spec, colwise: QuantSpec | None = spec):
-        return norm_quantize.norm_backward(grad, h, weight, none, rstd, "rms", None, False, rowwise, colwise)
+        return run_norm_backward(grad, h, weight, none, rstd, "rms", None, False, rowwise, colwise)
 
     def unfused(grad, h, rstd):
         return quantize.quantize_both(ours(grad, h, rstd, None, None)[0], spec, spec)

@@ -92,3 +92,8 @@ def sum_strips_kernel(partial_ptr, out_ptr, S, N, R: tl.constexpr, C: tl.constex
         mask = (rows < S)[:, None] & (cols < N)[None, :]
         acc += tl.load(partial_ptr + rows[:, None].to(tl.int64) * N + cols[None, :], mask=mask, other=0.0)
     tl.store(out_ptr + cols, tl.sum(acc, axis=0), mask=cols < N)
+
+
+@triton.jit
+def row_stat(ptr, row0, rows, M):
+    return tl.load(ptr + row0 + rows, mask=(row0 + rows) < M, other=0.0)

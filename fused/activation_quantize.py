@@ -33,7 +33,7 @@ from ._device import (
     unpack,
 )
 from .launch import DTYPES, dense_rows, plan_emission, words
-from .norm_quantize import sum_strips
+from .norm_backward import sum_strips
 from .quantize import quantize_both
 from .reference_ops import check_same, empty, split_operands
 from .spec import QuantSpec

@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fused import activation_quantize, norm_quantize, quantize
+from fused import activation_quantize, norm_backward, norm_quantize, quantize
 from fused.spec import QuantSpec
 
 TOLERATED_STACK = {"norm_backward_kernel": 40}
@@ -126,7 +126,7 @@ def production_launches() -> list[Launch]:
                 )  # fmt: skip
             add(
                 norm_quantize, f"norm backward {kind} {tile} {cols}",
-                lambda: norm_quantize.norm_backward(
+                lambda: norm_backward.norm_backward(
                     matrix(cols), matrix(cols), weight, stats, stats, kind, residual, bias is not None, spec, spec  # noqa: B023
                 ),
             )  # fmt: skip

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fused import activation_quantize, norm_quantize, quantize, reference_ops
+from fused import activation_quantize, norm_backward, norm_quantize, quantize, reference_ops
 from fused.spec import TILES, QuantSpec
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -101,7 +101,7 @@ def check_norm(rows, cols, kind, dtype, residual, device, specs, *, out=BF16, sw
     what = f"{kind} {rows}x{cols} {dtype}"
     with poisoned():
         plain = norm_quantize.norm_quantize(*arguments, None, None, True)
-        back = norm_quantize.norm_backward(g, x, w, plain[6], plain[7], kind, res, bias, None, None)
+        back = norm_backward.norm_backward(g, x, w, plain[6], plain[7], kind, res, bias, None, None)
     expected = reference_ops.norm_quantize(*arguments, None, None, True)
     # fp32 statistics differ in their last bits; y = h * rstd then rounds apart where it lies that close to a tie:
     # a few times 2**-23 / 2**-8 of the elements in bf16, 2**-23 / 2**-11 in fp16.
@@ -127,7 +127,7 @@ def check_norm(rows, cols, kind, dtype, residual, device, specs, *, out=BF16, sw
             if device == "cpu":
                 break
         with poisoned():
-            fused = norm_quantize.norm_backward(
+            fused = norm_backward.norm_backward(
                 g, x, w, plain[6], plain[7], kind, res, bias, rowwise, colwise, swizzled=swizzled
             )
         for i in range(3):

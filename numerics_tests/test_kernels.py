@@ -60,7 +60,7 @@ def test_more_than_two_to_the_31_elements() -> None:
 def test_kernels_run_in_a_cuda_graph_and_repeat_to_the_bit() -> None:
     import torch
 
-    from fused import norm_quantize
+    from fused import norm_backward, norm_quantize
     from fused.spec import QuantSpec
 
     x = torch.randn(3000, 1024, device="cuda", dtype=torch.bfloat16)
@@ -69,7 +69,7 @@ def test_kernels_run_in_a_cuda_graph_and_repeat_to_the_bit() -> None:
 
     def step():
         y = norm_quantize.norm_quantize(x, x, w, None, 1e-5, "rms", torch.bfloat16, spec, spec, True)
-        return (*y, *norm_quantize.norm_backward(y[0], y[1], w, y[6], y[7], "rms", None, False, spec, spec))
+        return (*y, *norm_backward.norm_backward(y[0], y[1], w, y[6], y[7], "rms", None, False, spec, spec))
 
     expected = step()
     graph = torch.cuda.CUDAGraph()

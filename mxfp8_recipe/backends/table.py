@@ -40,7 +40,7 @@ class Kernel:
 _MEMORY_BOUND: dict[str, Kernel] = {
     "quantize": Kernel("quantize", "quantize_both"),
     "norm_quantize": Kernel("norm_quantize", "norm_quantize"),
-    "norm_backward": Kernel("norm_quantize", "norm_backward"),
+    "norm_backward": Kernel("norm_backward", "norm_backward"),
     "activation_quantize": Kernel("activation_quantize", "activation_quantize"),
     "activation_backward": Kernel("activation_quantize", "activation_backward"),
 }
