@@ -228,7 +228,7 @@ def _is_slice(index: Any) -> bool:
 
 def _is_same_value(name: str, args: Any, result: Any) -> bool:
     first = args[0] if args else None
-    if name == "__getitem__" and isinstance(result, Tensor):
+    if name == "__getitem__" and isinstance(first, Tensor) and isinstance(result, Tensor):
         return result.shape == first.shape and _is_slice(args[1])
     if name not in _VIEWS or not isinstance(first, Tensor) or not isinstance(result, Tensor):
         return False
