@@ -229,7 +229,8 @@ class EdgeFinder:
 
     def obstacle(self, producer: Node, reader: Node) -> str:
         """Why a value may not travel quantized between two calls, or nothing."""
-        if producer.grad_enabled != reader.grad_enabled:
+        apart = not producer.grad_enabled and not producer.without_grad & reader.without_grad
+        if producer.grad_enabled != reader.grad_enabled or apart:
             return "grad mode changes on the way (a reentrant checkpoint or no_grad region)"
         shared = 0
         while shared < min(len(producer.path), len(reader.path)) and producer.path[shared] is reader.path[shared]:

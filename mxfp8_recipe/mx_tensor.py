@@ -30,6 +30,7 @@ class Edge:
         fused: whether it still travels; `unfuse` ends that for good.
         strict: raise instead of un-fusing.
         reason: why it was un-fused.
+        closed: the producer returns plain tensors from now on, not even pending ones.
         emit: specs a projection's or an attention's output is quantized with, along its features (of a head) and
             along the tokens (the sequence); None for an edge on which nothing is emitted this way.
         head_dim: features of a head, where heads matter.
@@ -40,6 +41,7 @@ class Edge:
     fused: bool = True
     strict: bool = False
     reason: str = ""
+    closed: bool = False
     emit: tuple[str, str] | None = None
     head_dim: int = 0
 
@@ -62,6 +64,24 @@ class Edge:
             )
         self.fused, self.reason = False, f"read by {reader}"
         warnings.warn(f"{message}; it is recomputed in high precision and un-fused from now on", stacklevel=3)
+
+    def close(self, reader: str) -> None:
+        """Un-fuse for a reader that needs plain tensors."""
+        self.unfuse(reader)
+        self.closed = True
+
+
+def edge_of(module: Any) -> Edge | None:
+    """The edge of a producer module; none once it, or its reader, has backward hooks, which need tensors."""
+    edge: Edge | None = module.__dict__.get("mxfp8_edge")
+    if edge is not None and has_backward_hooks(module):
+        edge.close(f"a backward hook of {edge.producer or '(root)'}")
+    return None if edge is None or edge.closed else edge
+
+
+def has_backward_hooks(module: Any) -> bool:
+    """Whether somebody watches or changes the gradients of a module."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 _METADATA = {
@@ -368,11 +388,16 @@ def _chunk(value: Pending, chunks: int, dim: int = 0) -> Any:
     return tuple(replace(value, x=part) for part in value.x.chunk(chunks, dim))
 
 
-def _view(value: Any, *shape: Any) -> Any:
+def _view(value: Any, *shape: Any, **named: Any) -> Any:
+    shape = (*shape, *named.values())
     if any(isinstance(part, torch.dtype) for part in shape):
         return None
     viewed = value.nominal.reshape(*shape)
     return value.reshaped(viewed) if viewed.shape[-1:] == value.shape[-1:] else None
+
+
+def _view_as(value: Any, other: Any) -> Any:
+    return _view(value, *other.shape)
 
 
 def _flatten(value: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
@@ -398,12 +423,15 @@ def _slice(value: Any, index: Any) -> Any:
 
 
 def _contiguous(value: Any, **kwargs: Any) -> Any:
-    return value if not kwargs else None
+    return value if kwargs in ({}, {"memory_format": torch.contiguous_format}) else None
 
 
 def _to(value: Any, *args: Any, **kwargs: Any) -> Any:
-    target = args[0] if len(args) == 1 else None
-    return value if not kwargs and target in (value.dtype, value.device) else None
+    if any(argument is True for argument in (*args, kwargs.get("copy"))) or "memory_format" in kwargs:
+        return None
+    args = tuple(arg.nominal if isinstance(arg, Traveling) else arg for arg in args)
+    moved = value.nominal.to(*args, **kwargs)
+    return value if (moved.dtype, moved.device) == (value.dtype, value.device) else None
 
 
 def _dropout(value: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -413,6 +441,7 @@ def _dropout(value: Any, p: float = 0.5, training: bool = True, inplace: bool = 
 _RESHAPES: dict[str, Callable[..., Any]] = {
     "view": _view,
     "reshape": _view,
+    "view_as": _view_as,
     "flatten": _flatten,
     "squeeze": _squeezed("squeeze"),
     "unsqueeze": _squeezed("unsqueeze"),
@@ -434,7 +463,9 @@ def _method(name: str) -> Callable[..., Any]:
     return method
 
 
-_METHODS = "view reshape flatten unflatten squeeze unsqueeze transpose permute contiguous to chunk relu square pow"
+_METHODS = (
+    "view view_as reshape flatten unflatten squeeze unsqueeze transpose permute contiguous to chunk relu square pow"
+)
 _OPERATORS = (
     "mul rmul add radd sub rsub truediv rtruediv matmul rmatmul pow rpow neg getitem abs eq ne lt le gt ge iter "
     "iadd imul isub itruediv floordiv mod invert and or xor setitem"

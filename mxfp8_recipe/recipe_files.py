@@ -59,6 +59,10 @@ def load_overrides(overrides: Mapping[str, Override] | str | Path | None) -> dic
         return {}
     if isinstance(overrides, Mapping):
         return dict(overrides)
+    if not isinstance(overrides, str | Path):
+        raise TypeError(
+            f"overrides: got {overrides!r}, expected a mapping of layer patterns to precisions, or a YAML file"
+        )
     path = Path(overrides)
     if not path.is_file():
         raise FileNotFoundError(f"overrides: no file {path}; expected a YAML file of layer patterns and precisions")

@@ -37,6 +37,7 @@ class Node:
         inputs: values read, in argument order. outputs: values made.
         options: a function's non-tensor arguments that matter to matching.
         grad_enabled: whether autograd was recording.
+        without_grad: the enclosing module calls that began while it was not.
         last_dims: last dim of each input. shapes: of each output.
     """
 
@@ -49,6 +50,7 @@ class Node:
     grad_enabled: bool = True
     last_dims: tuple[int, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
+    without_grad: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass
@@ -84,6 +86,8 @@ class Recorder(TorchFunctionMode):
         self._values: dict[int, int] = {}
         self._keep: list[Any] = []  # no tensor dies while recording, so no id is used twice
         self._path: list[nn.Module] = []
+        self._without_grad: list[int] = []  # for each module on the path, the number of its call, or 0
+        self._calls = 0
         self._inside = 0
         self._thread = get_ident()  # the hooks fire in every thread that runs the model
         self._versions: list[int] = []  # of each kept tensor when it was first seen
@@ -141,11 +145,12 @@ class Recorder(TorchFunctionMode):
         self._add("function", name, inputs, made, _options(args, kwargs))
 
     def _add(self, kind: str, name: str, inputs: list[int], made: list[Tensor], options: dict[str, Any]) -> None:
-        self.recording.recomputes |= torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+        self.recording.recomputes |= hooks is not None
         outputs = tuple(self.value_of(t) for t in made)
         last_dims = tuple(t.shape[-1] if t.dim() else 0 for t in (self._keep[value] for value in inputs))
         shapes = tuple(tuple(t.shape) for t in made)
-        facts = (options, torch.is_grad_enabled(), last_dims, shapes)
+        facts = (options, torch.is_grad_enabled(), last_dims, shapes, frozenset(self._without_grad) - {0})
         self.recording.nodes.append(Node(kind, name, tuple(self._path), tuple(inputs), outputs, *facts))
 
     def enter_module(self, module: nn.Module, piece: bool, inputs: Any) -> None:
@@ -155,12 +160,15 @@ class Recorder(TorchFunctionMode):
             self._given = list(tensors_in(inputs))
             self._given_values = [self.value_of(t) for t in self._given]
         self._path.append(module)
+        self._calls += 1
+        self._without_grad.append(0 if torch.is_grad_enabled() else self._calls)
         self._inside += piece
 
     def leave_module(self, module: nn.Module, piece: bool, name: str, output: Any) -> None:
         if get_ident() != self._thread:
             return
         self._path.pop()
+        self._without_grad.pop()
         self._inside -= piece
         if piece and not self._inside:
             read, values, made = self._given, self._given_values, list(tensors_in(output))
@@ -235,7 +243,7 @@ def _is_same_value(name: str, args: Any, result: Any) -> bool:
     if result is first:
         return True
     same_rows = result.dim() > 0 and first.dim() > 0 and result.shape[-1] == first.shape[-1]
-    return same_rows and result.dtype == first.dtype and name != "dropout"
+    return same_rows and result.dtype == first.dtype and name not in ("dropout", "to")
 
 
 def _options(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -41,10 +41,10 @@ class Rules:
         self.origin = origin
         self._overrides = dict(overrides)
         self.overrides: Mapping[str, Override] = self._overrides
-        self._regexes = [(p, self._compile(p)) for p in overrides if p.startswith(_REGEX)]
         self._used: set[str] = set()
         for pattern, override in overrides.items():
             self._check(pattern, override)
+        self.regexes = [(p, self._compile(p)) for p in overrides if p.startswith(_REGEX)]
 
     def match(self, names: Iterable[str], kind: str) -> Match | None:
         """The rule for a layer known by `names` (a module used twice has several)."""
@@ -52,7 +52,7 @@ class Rules:
         for name in names:
             if name in self._overrides and not name.startswith((_REGEX, _KIND)):
                 return self._hit(name, exact=True)
-        for pattern, regex in self._regexes:
+        for pattern, regex in self.regexes:
             if self._speaks_of(pattern, kind) and any(regex.fullmatch(name) for name in names):
                 return self._hit(pattern)
         if _KIND + kind in self._overrides:
@@ -64,7 +64,7 @@ class Rules:
 
     def may_name_calls(self, callers: list[str]) -> tuple[str, ...]:
         """Unmatched patterns that may yet name a module which calls attention, as only a recording shows."""
-        regexes = dict(self._regexes)
+        regexes = dict(self.regexes)
         return tuple(
             pattern
             for pattern in self.unmatched()
@@ -89,6 +89,8 @@ class Rules:
             raise ValueError(f"{self.origin}: {pattern!r} is not a regular expression: {error}") from None
 
     def _check(self, pattern: str, override: Any) -> None:
+        if not isinstance(pattern, str):
+            raise ValueError(f"{self.origin}: got the pattern {pattern!r}, expected text; quote it")
         if pattern.startswith(_KIND) and pattern.removeprefix(_KIND) not in KIND_PRECISION:
             kinds = ", ".join(_KIND + kind for kind in KIND_PRECISION)
             raise ValueError(f"{self.origin}: got {pattern!r}, expected one of {kinds}")
@@ -115,7 +117,11 @@ def check_all_matched(
     for pattern in rules.unmatched():
         if pattern in excused:
             continue
-        if pattern in container_names:
+        if pattern == "":
+            remedy = f"; the root is a container, say {_REGEX + '.*'!r} for all layers"
+        elif any(regex.fullmatch(name) for p, regex in rules.regexes if p == pattern for name in layer_names):
+            remedy = "; those it names are spoken of by closer rules, or have none of its fields"
+        elif pattern in container_names:
             remedy = f"; it is a container, say {_REGEX + re.escape(pattern)!r} + r'\\..*' for the layers inside it"
         elif pattern.startswith((_REGEX, _KIND)):
             remedy = f"; layers are named like {', '.join(layer_names[:3]) or '(the model has none)'}"

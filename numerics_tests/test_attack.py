@@ -337,3 +337,87 @@ def test_random_models_fused_unfused_and_plain(seed: int) -> None:
     before, after = gradients(first, x), gradients(first, x)
     assert same_bits(before[0], after[0])
     assert same_bits(before[1], after[1])
+
+
+class Chain(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("where", range(4))
+def test_backward_hooks_registered_after_the_plan(where: int) -> None:
+    """A producer's sees its tensors at once, a reader's from the next step on."""
+    seen: list[list[Tensor]] = []
+    for recipe in ("mxfp8", unfused()):
+        model, _, x = made(Chain, recipe)
+        grads: list[Tensor] = []
+        model[where].register_full_backward_hook(lambda module, into, out, grads=grads: grads.append(into[0]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(3):
+                gradients(model, x)
+        seen.append(grads)
+    for ours, theirs in list(zip(*seen))[1 if where in (1, 3) else 0 :]:
+        assert same_bits(ours, theirs)
+
+
+SAME_VALUE: dict[str, Callable[[Tensor], Tensor]] = {
+    "view_as": lambda h: h.view_as(h),
+    "reshape by keyword": lambda h: h.reshape(shape=(-1, WIDTH)),
+    "view by keyword": lambda h: h.view(size=(-1, WIDTH)),
+    "contiguous in a format": lambda h: h.contiguous(memory_format=torch.contiguous_format),
+    "copied": lambda h: h.to(torch.float32, copy=True),
+    "to a device and dtype": lambda h: h.to("cpu", torch.float32),
+    "to by keyword": lambda h: h.to(dtype=torch.float32),
+    "to another's": lambda h: h.to(torch.zeros(1)),
+    "to another dtype and back": lambda h: h.to(torch.bfloat16).float(),
+    "expanded": lambda h: h[:, :1].expand(SHAPE),
+    "three chunks": lambda h: torch.cat(h.chunk(3, 1), 1),
+    "transposed twice": lambda h: h.mT.mT,
+}
+
+
+@pytest.mark.parametrize("example", [True, False])
+@pytest.mark.parametrize("name", SAME_VALUE)
+def test_a_recorded_view_is_one_that_travels(name: str, example: bool) -> None:
+    class Viewed(Parts):
+        def forward(self, x: Tensor) -> Tensor:
+            n = self.norm(x)
+            h = self.act(self.a(n))
+            return self.b(SAME_VALUE[name](n)) + self.c(SAME_VALUE[name](h))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*quantized output.*")
+        assert_steps_equal(Viewed, steps=2, example=example)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({1: "bf16"}, "got the pattern 1, expected text"),
+        ({"": "bf16"}, "the root is a container, say 're:.\\*' for all layers"),
+        ({"re:1": "bf16", "1": "mxfp8"}, "'re:1' matches no layer; those it names are spoken of by closer rules"),
+        ([("1", "bf16")], "expected a mapping of layer patterns"),
+    ],
+)
+def test_overrides_that_say_nothing_are_explained(overrides: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        apply_recipe(nn.Sequential(*Chain()), overrides=overrides)
+
+
+class InCheckpoints(Parts):
+    """A reentrant checkpoint around each layer: what leaves one has to be a tensor, or its gradient is lost."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = checkpoint(self.norm, x, use_reentrant=True)
+        h = checkpoint(self.act, checkpoint(self.a, n, use_reentrant=True), use_reentrant=True)
+        return x + checkpoint(self.b, h, use_reentrant=True)
+
+
+@pytest.mark.parametrize("example", [True, False])
+def test_reentrant_checkpoints_side_by_side(example: bool) -> None:
+    report = assert_steps_equal(InCheckpoints, example=example)
+    assert fused_producers(report) == []
+    model, _, x = made(InCheckpoints, example=example)
+    for _ in range(2):
+        assert len(gradients(model, x)[2]) == 6  # all but those of the layer nobody calls

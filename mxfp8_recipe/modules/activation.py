@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ..functional import mxfp8_activation
+from ..mx_tensor import edge_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class MXFP8Activation(nn.Module):
     mxfp8_config: ActivationConfig
 
     def forward(self, input: Tensor) -> Any:
-        config, edge = self.mxfp8_config, self.__dict__.get("mxfp8_edge")
+        config, edge = self.mxfp8_config, edge_of(self)
         if config.packed:
             first, second = input.chunk(2, -1)
             gate, up = (first, second) if config.packed == "first" else (second, first)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..autograd import HeadsSpec, LinearConfig
 from ..config import LinearPrecision
 from ..functional import mxfp8_linear, mxfp8_projection, pending
-from ..mx_tensor import Edge
+from ..mx_tensor import Traveling, edge_of, has_backward_hooks
 from .swapped import describe_config
 
 
@@ -52,7 +52,9 @@ class MXFP8LinearTransposed(nn.Module):
 
 def _run(module: Any, input: Any, weight: Tensor, bias: Tensor | None) -> Any:
     """The linear itself, and on an edge what its reader goes on with: heads, or a value an activation awaits."""
-    edge: Edge | None = module.__dict__.get("mxfp8_edge")
+    if isinstance(input, Traveling) and has_backward_hooks(module):
+        input.edge.close("a backward hook of its reader")
+    edge = edge_of(module)
     if edge is not None and edge.emit is not None:
         parts = (HeadsSpec(weight.shape[0], edge.head_dim, *edge.emit),)
         heads = mxfp8_projection(input, weight, bias, config=module.mxfp8_config, parts=parts, edge=edge)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..autograd import NormConfig
 from ..functional import mxfp8_norm
-from ..mx_tensor import Edge
+from ..mx_tensor import edge_of
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,7 @@ class MXFP8Norm(nn.Module):
         dtype = _dtype(input, weight, config)
         if weight is not None and config.weight_offset:
             weight = weight.float() + config.weight_offset  # near 1, half precision would lose the stored digits
-        edge: Edge | None = self.__dict__.get("mxfp8_edge")
-        return mxfp8_norm(input, weight, bias, config=config.norm, dtype=dtype, edge=edge)
+        return mxfp8_norm(input, weight, bias, config=config.norm, dtype=dtype, edge=edge_of(self))
 
     def extra_repr(self) -> str:
         own = self.original_class.extra_repr(self)
