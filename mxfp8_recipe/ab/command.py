@@ -71,7 +71,7 @@ def ab_command(
 ) -> None:
     """Train in BF16 and MXFP8 from the same weights on the same batches: did NE or calibration move?"""
     options = dict(locals())
-    options["jobs"] = jobs or _default_jobs(device)
+    options["jobs"] = _default_jobs(device) if jobs is None else jobs
     out, resume = options.pop("out"), options.pop("resume")
     console = Console()
     outcome = run_check(options, out, resume=resume, console=console)

@@ -82,7 +82,8 @@ class Gate:
 
     def __str__(self) -> str:
         sign = "<=" if self.holds else ">"
-        return f"{self.name} {self.value:.3g} {sign} {self.limit:g}{f' ({self.detail})' if self.detail else ''}"
+        size = f"|{self.value:.3g}|" if self.value < 0 else f"{self.value:.3g}"
+        return f"{self.name} {size} {sign} {self.limit:g}{f' ({self.detail})' if self.detail else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)
