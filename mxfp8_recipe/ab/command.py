@@ -33,10 +33,17 @@ def ab_command(
     data: Annotated[
         str,
         typer.Option(
-            help="synthetic, ml-100k, obd, criteo:PATH, avazu:PATH, libsvm:PATH, or module:function of your own."
+            help="synthetic, ml-100k, obd, criteo:PATH, avazu:PATH, libsvm:PATH, or module:function: called with a "
+            "DataRequest, it returns a Dataset; see mxfp8_recipe.ab.types."
         ),
     ] = _DEFAULTS["data"],
-    model: Annotated[str, typer.Option(help="gem-small, dlrm, dcnv2, or module:function.")] = _DEFAULTS["model"],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="gem-small, dlrm, dcnv2, or module:function: called with the data's FeatureSpec, it returns a module "
+            "whose forward(batch) gives logits (rows, tasks); see mxfp8_recipe.ab.types."
+        ),
+    ] = _DEFAULTS["model"],
     recipe: Annotated[str, typer.Option(help="A named recipe, or the path of a YAML file.")] = _DEFAULTS["recipe"],
     overrides: Annotated[Path | None, typer.Option(help="A YAML file of per-layer overrides.")] = None,
     seeds: Annotated[int, typer.Option(help="Seeds of initial weights; every seed runs every arm.")] = _DEFAULTS[
