@@ -85,7 +85,7 @@ def plan(
     from mxfp8_recipe.api import plan_recipe
 
     try:
-        planned = plan_recipe(built, recipe, overrides=_read_overrides(overrides), example_inputs=example_inputs)
+        planned = plan_recipe(built, recipe, overrides=overrides, example_inputs=example_inputs)
     except (ValueError, TypeError, OSError) as error:
         raise UsageError(str(error)) from error
     if as_json:
@@ -136,23 +136,6 @@ def _resolve(target: str) -> Any:
     if not callable(function):
         raise UsageError(f"{target}: {module_name} has no function {function_name}")
     return function
-
-
-def _read_overrides(path: Path | None) -> dict[str, Any] | None:
-    """Per-layer overrides from a YAML file."""
-    if path is None:
-        return None
-    import yaml
-
-    try:
-        overrides = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise UsageError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(overrides, dict):
-        raise UsageError(f"{path}: got {type(overrides).__name__}, expected a mapping from layer to precision")
-    return overrides
 
 
 if __name__ == "__main__":

@@ -233,11 +233,11 @@ class Plan:
             lines.append(f"The reference backend emulates MXFP8 on {self.device}: for numerics, not for speed.")
         if ratio < 0.995:
             lines.append(
-                f"Predicted linear time {ratio:.2f}x of BF16's speed on this device, a loss; "
+                f"Predicted: linears run at {ratio:.2f}x of BF16's speed on this device, slower; "
                 f"the faster recipe here is {self.faster_recipe()!r}."
             )
         elif self.converted:
-            lines.append(f"Predicted linear time: {ratio:.2f}x of BF16's speed.")
+            lines.append(f"Predicted: linears run at {ratio:.2f}x of BF16's speed.")
         return lines + list(self.notes)
 
 

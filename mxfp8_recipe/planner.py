@@ -49,6 +49,8 @@ def plan_recipe(
         ValueError: unknown recipe, bad override, an override that matches no layer or asks the impossible,
             a model that already has a recipe, or example_inputs its forward does not take.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module (a builder has to be called)")
     chosen = load_recipe(recipe)
     user = Rules(load_overrides(overrides), "overrides")
     names = _names(model)

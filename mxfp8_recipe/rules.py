@@ -122,7 +122,7 @@ def check_all_matched(
         elif any(regex.fullmatch(name) for p, regex in rules.regexes if p == pattern for name in layer_names):
             remedy = "; those it names are spoken of by closer rules, or have none of its fields"
         elif pattern in container_names:
-            remedy = f"; it is a container, say {_REGEX + re.escape(pattern)!r} + r'\\..*' for the layers inside it"
+            remedy = f"; it is a container, say '{_REGEX}{re.escape(pattern)}\\..*' for the layers inside it"
         elif pattern.startswith((_REGEX, _KIND)):
             remedy = f"; layers are named like {', '.join(layer_names[:3]) or '(the model has none)'}"
         else:
@@ -145,7 +145,10 @@ def apply_override(base: Any, override: Override, kind: str, where: str) -> Any:
     if override == BF16:
         return BF16
     if isinstance(override, str):
-        return load_recipe(override).precision(kind)
+        try:
+            return load_recipe(override).precision(kind)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{where}: got {override!r}, expected 'bf16', a mapping or a recipe; {error}") from None
     cls = KIND_PRECISION[kind]
     start = _all_bf16(cls) if base == BF16 else base.model_dump(mode="json")
     return validate(cls, merge(start, override), where)

@@ -132,9 +132,10 @@ def test_gem_keeps_heads_and_the_last_layers_in_bf16_and_says_so() -> None:
     [
         ({"tower.00": "bf16"}, r"'tower\.00' matches no layer \(did you mean 'tower\.0'"),
         ({"zzz": "bf16"}, r"'zzz' matches no layer; layers are tower\.0, "),
-        ({"tower": "bf16"}, r"'tower' matches no layer; it is a container, say 're:tower'"),
+        ({"tower": "bf16"}, r"'tower' matches no layer; it is a container, say 're:tower"),
         ({"re:tower.[": "bf16"}, r"'re:tower\.\[' is not a regular expression"),
         ({"kind:linaer": "bf16"}, r"got 'kind:linaer', expected one of kind:linear"),
+        ({"tower.0": "bf61"}, r"'tower\.0': got 'bf61', expected 'bf16', a mapping or a recipe"),
         ({"tower.0": "mxfp9"}, r"got 'mxfp9' \(did you mean 'mxfp8'"),
         ({"tower.0": {"wgard": "bf16"}}, r"'tower\.0': wgard: unknown field \(did you mean 'wgrad'\?\)"),
         ({"tower.0": {"wgrad": "fp16"}}, r"'tower\.0': wgrad: got 'fp16', expected 'bf16' or a mapping"),

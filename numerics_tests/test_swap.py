@@ -432,7 +432,7 @@ def test_the_report_shows_every_candidate_layer() -> None:
     assert all(word in text for word in (*words, "recipe mxfp8_square_activations", "backend reference", "bf16"))
     assert "out_features=20" in text
     assert "emulates" in text
-    assert "of BF16's speed on this device, a loss" in text
+    assert "of BF16's speed on this device, slower" in text
     assert "the faster recipe here is 'bf16'" in text
     rows = {row["fqn"]: row for row in report.to_dict()["layers"]}
     assert set(rows) >= {"0", "1", "2"}
@@ -453,3 +453,8 @@ def test_ten_thousand_modules_are_planned_in_seconds() -> None:
     report = plan_recipe(model, "gem", overrides={r"re:1.*\.0": {"wgrad": "bf16"}, "17.1": "mxfp8_square"})
     assert time.process_time() - start < 10
     assert len(report.layers) == 5000
+
+
+def test_a_builder_that_was_not_called_is_said() -> None:
+    with pytest.raises(TypeError, match=r"got function, expected a torch\.nn\.Module"):
+        apply_recipe(lambda: nn.Linear(32, 32))  # pyright: ignore[reportArgumentType]
