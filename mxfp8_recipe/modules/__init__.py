@@ -11,7 +11,7 @@ from .attention import (
 )
 from .linear import MXFP8Linear, MXFP8LinearTransposed
 from .norm import MXFP8Norm, NormModuleConfig
-from .swapped import Swapped, is_swapped, restore, swap_class
+from .swapped import is_swapped, restore, swap_class
 
 __all__ = [
     "ActivationConfig",
@@ -23,7 +23,6 @@ __all__ = [
     "NormModuleConfig",
     "ReplaceSDPA",
     "SDPAOwner",
-    "Swapped",
     "disable_fast_paths",
     "is_slow_encoder",
     "is_swapped",

@@ -9,7 +9,7 @@ make it again.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
@@ -17,13 +17,6 @@ from ..fused.spec import QuantSpec
 
 _CONFIG = "mxfp8_config"
 _CARRIED = ("forward", "extra_repr", "original_class", "__doc__")
-
-
-class Swapped:
-    """What every MXFP8 module class has: the class it replaced, and a frozen config on the instance."""
-
-    original_class: ClassVar[type[nn.Module]]
-    mxfp8_config: Any
 
 
 def is_swapped(module: nn.Module) -> bool:
