@@ -2,6 +2,7 @@
 
 from .activation import ActivationFunction, ActivationLinearFunction
 from .attention import AttentionConfig, MXFP8AttentionFunction, attention
+from .gradient import MXGradient, gradient_spec
 from .linear import LinearConfig, MXFP8LinearFunction
 from .norm import NormConfig, NormFunction
 from .projection import HeadsSpec, ProjectionFunction
@@ -14,8 +15,10 @@ __all__ = [
     "LinearConfig",
     "MXFP8AttentionFunction",
     "MXFP8LinearFunction",
+    "MXGradient",
     "NormConfig",
     "NormFunction",
     "ProjectionFunction",
     "attention",
+    "gradient_spec",
 ]

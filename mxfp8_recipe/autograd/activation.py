@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
+from .gradient import GradientSpec, MXGradient, Parcel
 from .linear import (
     GRAD_STREAM,
     INPUT_STREAM,
@@ -24,10 +25,11 @@ from .linear import (
     dgrad,
     fprop,
     kept,
-    quantize_grad,
     quantize_weight,
+    receive,
     refuse_second_order,
     shaped,
+    wanted_gradient,
     wgrad,
 )
 
@@ -49,17 +51,19 @@ class ActivationFunction(torch.autograd.Function):
         x, gate = ctx.saved_tensors
         grad = grad_y.reshape(-1, grad_y.shape[-1])
         dx, dgate, *_ = backends.activation_backward(
-            grad, _rows(x), _rows(gate), ctx.kind, x.dtype, "", "", "", True, None, GRAD_STREAM, 0, ctx.backend
+            grad, _rows(x), _rows(gate), ctx.kind, x.dtype, "", "", "", True, False, None, GRAD_STREAM, 0, ctx.backend
         )
         return dx.view(x.shape), None if gate is None else dgate.view(x.shape), None, None
 
 
 class ActivationLinearFunction(torch.autograd.Function):
-    """`apply(x, gate, weight, bias, seed, kind, config)`.
+    """`apply(x, gate, weight, bias, seed, kind, config, gradient)`.
 
     Args:
         x, gate: (..., K) of one dtype, gate None for a kind without one.
         weight: (N, K), bias: (N,) or None, in the compute dtype.
+        gradient: what the linears that made x and gate need of their gradients, or None to give those gradients in
+            high precision.
 
     Returns:
         (..., N) in the compute dtype.
@@ -75,6 +79,7 @@ class ActivationLinearFunction(torch.autograd.Function):
         seed: Tensor | None,
         kind: str,
         config: LinearConfig,
+        gradient: GradientSpec | None,
     ) -> Tensor:
         needs_input = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         y, y_q = _activate(x, gate, kind, weight.dtype, config.fprop[0], "", not config.fprop[0], seed, config)
@@ -83,6 +88,8 @@ class ActivationLinearFunction(torch.autograd.Function):
         ctx.save_for_backward(x, gate, *saved_w, seed)
         ctx.kind, ctx.config, ctx.compute_dtype = kind, config, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.gradient = gradient
+        ctx.gradient_spec = wanted_gradient(config, needs_input, *ctx.needs_input_grad[2:4])
         return shaped(fprop(y, y_q, weight, w_q, bias, config), (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
@@ -91,24 +98,46 @@ class ActivationLinearFunction(torch.autograd.Function):
         x, gate, w, w_scale, seed = ctx.saved_tensors
         config: LinearConfig = ctx.config
         needs_x, needs_gate, needs_weight, needs_bias = ctx.needs_input_grad[:4]
-        grad = grad_output.reshape(-1, grad_output.shape[-1])
-        grad_q = quantize_grad(grad, needs_x or needs_gate, needs_weight, seed, config)
-        grad_bias = bias_grad(grad, ctx.bias_dtype) if needs_bias else None
+        grad, grad_q, total = receive(ctx, grad_output, needs_x or needs_gate, needs_weight, seed, config)
+        grad_bias = bias_grad(grad, total, ctx.bias_dtype) if needs_bias else None
         grad_x = grad_gate = grad_weight = None
         y_t: tuple[Tensor | None, Tensor | None] = (None, None)
         if needs_x or needs_gate:
             grad_y = dgrad(grad, grad_q, w, w_scale, config).to(x.dtype)
             again = config.wgrad[1] if needs_weight else ""
-            dx, dgate, *_, act_t, act_t_scale = backends.activation_backward(
-                grad_y, _rows(x), _rows(gate), ctx.kind, ctx.compute_dtype, "", "", again, True, seed, GRAD_STREAM,
-                INPUT_STREAM, config.backend,
-            )  # fmt: skip
-            grad_x = dx.view(x.shape) if needs_x else None
-            grad_gate = dgate.view(x.shape) if needs_gate else None
-            y_t = act_t, act_t_scale
+            grad_x, grad_gate, y_t = _differentiate(ctx, grad_y, x, gate, again, seed)
+            grad_x, grad_gate = grad_x if needs_x else None, grad_gate if needs_gate else None
         if needs_weight:
             grad_weight = _activation_wgrad(ctx, x, gate, seed, grad, grad_q, y_t)
-        return grad_x, grad_gate, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_gate, grad_weight, grad_bias, None, None, None, None
+
+
+def _differentiate(
+    ctx: Any, grad_y: Tensor, x: Tensor, gate: Tensor | None, again: str, seed: Tensor | None
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor]]:
+    """Gradients of x and gate, in MXFP8 where the linears before want it so, and y along the tokens as `again` says."""
+    spec: GradientSpec | None = ctx.gradient
+    rowwise, colwise, bias = ("", "", False) if spec is None else (spec.rowwise, spec.colwise, spec.bias)
+
+    def run(rowwise: str, colwise: str, again: str, high: bool, bias: bool) -> tuple[Tensor, ...]:
+        return backends.activation_backward(
+            grad_y, _rows(x), _rows(gate), ctx.kind, ctx.compute_dtype, rowwise, colwise, again, high, bias, seed,
+            GRAD_STREAM, INPUT_STREAM, ctx.config.backend,
+        )  # fmt: skip
+
+    out = run(rowwise, colwise, again, spec is None, bias)
+    y_t = out[12], out[13]
+    if spec is None:
+        return shaped(out[0], x.shape), None if gate is None else shaped(out[1], x.shape), y_t
+
+    def travels(i: int) -> MXGradient:
+        """Gradient i of the two, of x and of gate."""
+        qdata, scale, qdata_t, scale_t = out[4 + 4 * i : 8 + 4 * i]
+        total = out[2 + i] if bias else None
+        parcel = Parcel((qdata, scale, qdata_t, scale_t), total, spec, lambda: run("", "", "", True, False)[i])
+        return MXGradient(x.shape, x.dtype, x.device, parcel)
+
+    return travels(0), None if gate is None else travels(1), y_t
 
 
 def _activation_wgrad(

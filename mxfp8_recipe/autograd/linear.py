@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .. import backends
 from ..config import GemmPrecision, LinearPrecision
+from .gradient import GradientSpec, MXGradient
 
 INPUT_STREAM, WEIGHT_STREAM, GRAD_STREAM = 0, 1, 2
 """Streams of random bits: the tensors of one call draw independently under one seed."""
@@ -134,6 +135,7 @@ def linear_forward(
     ctx.bias_dtype = None if bias is None else bias.dtype
     if multiply is not None:
         return multiply(x, x_q, weight, w_q, bias, config)
+    ctx.gradient_spec = wanted_gradient(config, needs_input, needs_weight, ctx.needs_input_grad[6])
     return shaped(fprop(x, x_q, weight, w_q, bias, config), (*input.shape[:-1], weight.shape[0]))
 
 
@@ -143,14 +145,13 @@ def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     x, x_scale, w, w_scale, seed = ctx.saved_tensors
     config: LinearConfig = ctx.config
     needs_input, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 5, 6))
-    grad = rows(grad_output)
-    grad_q = quantize_grad(grad, needs_input, needs_weight, seed, config)
+    grad, grad_q, total = receive(ctx, grad_output, needs_input, needs_weight, seed, config)
     grad_input = grad_weight = None
     if needs_input:
         grad_input = shaped(dgrad(grad, grad_q, w, w_scale, config), ctx.input_shape).to(ctx.input_dtype)
     if needs_weight:
         grad_weight = wgrad(grad, grad_q, x, x_scale, config)
-    grad_bias = bias_grad(grad, ctx.bias_dtype) if needs_bias else None
+    grad_bias = bias_grad(grad, total, ctx.bias_dtype) if needs_bias else None
     return grad_input, None, None, None, None, grad_weight, grad_bias, None, None
 
 
@@ -183,6 +184,37 @@ def quantize_grad(
     rowwise = config.dgrad[0] if needs_input else ""
     colwise = config.wgrad[0] if needs_weight else ""
     return quantize(grad, rowwise, colwise, seed, GRAD_STREAM, config.backend)
+
+
+def wanted_gradient(
+    config: LinearConfig, needs_input: bool, needs_weight: bool, needs_bias: bool
+) -> GradientSpec | None:
+    """What backward quantizes grad_output to, if that is all it needs of it and each call would round it alike."""
+    rowwise = config.dgrad[0] if needs_input else ""
+    colwise = config.wgrad[0] if needs_weight else ""
+    complete = (bool(rowwise), bool(colwise)) == (needs_input, needs_weight) and (needs_input or needs_weight)
+    return GradientSpec(rowwise, colwise, needs_bias) if complete and "stochastic" not in rowwise + colwise else None
+
+
+def receive(
+    ctx: Any,
+    grad_output: Tensor,
+    needs_input: bool,
+    needs_weight: bool,
+    seed: Tensor | None,
+    config: LinearConfig,
+) -> tuple[Tensor, Quantized, Tensor | None]:
+    """`(grad, grad_q, sums over the tokens or None)`: quantized here, or as the Function before handed it on.
+
+    A `grad` that came quantized tells its dtype and is read by no GEMM.
+    """
+    if isinstance(grad_output, MXGradient):
+        parcel, wanted = grad_output.parcel, getattr(ctx, "gradient_spec", None)
+        if wanted is not None and parcel.spec.serves(wanted):
+            return grad_output, parcel.quantized, parcel.column_sum
+        grad_output = grad_output.high()
+    grad = rows(grad_output)
+    return grad, quantize_grad(grad, needs_input, needs_weight, seed, config), None
 
 
 def kept(high: Tensor, quantized: Quantized, spec: str) -> tuple[Tensor | None, Tensor | None]:
@@ -227,7 +259,8 @@ def rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def bias_grad(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """(N,) gradient of the bias, summed over tokens in fp32."""
-    total = grad.sum(0, dtype=torch.float32)
+def bias_grad(grad: Tensor, total: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """(N,) gradient of the bias, summed over tokens in fp32, from `total` where that was summed on the way."""
+    if total is None:
+        total = grad.sum(0, dtype=torch.float32)
     return total if dtype == torch.float32 else total.to(dtype)

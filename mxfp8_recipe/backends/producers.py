@@ -152,6 +152,7 @@ def _activation_backward(
     colwise: str,
     act_colwise: str,
     emit_high: bool,
+    bias: bool,
     seed: Tensor | None,
     stream: int,
     act_stream: int,
@@ -161,14 +162,14 @@ def _activation_backward(
     act_spec = decode(act_colwise)
     rounded_alone = act_spec is not None and act_spec.rounding is Rounding.STOCHASTIC  # by another stream than dx
     out = run(
-        grad_y, x, gate, kind, decode(rowwise), decode(colwise), False, None if rounded_alone else act_spec,
+        grad_y, x, gate, kind, decode(rowwise), decode(colwise), bias, None if rounded_alone else act_spec,
         out_dtype=out_dtype, emit_high=emit_high, seed=seed, stream=stream,
     )  # fmt: skip
     act = out[12:]
     if rounded_alone:
         forward = resolve("activation_quantize", backend, x.device)
         act = forward(x, gate, kind, out_dtype, None, act_spec, False, seed=seed, stream=act_stream)[3:]
-    return out[0].contiguous(), out[1].contiguous(), *out[4:12], *act
+    return out[0].contiguous(), out[1].contiguous(), *out[2:12], *act
 
 
 def _activation_backward_fake(
@@ -181,6 +182,7 @@ def _activation_backward_fake(
     colwise: str,
     act_colwise: str,
     emit_high: bool,
+    bias: bool,
     seed: Tensor | None,
     stream: int,
     act_stream: int,
@@ -189,13 +191,17 @@ def _activation_backward_fake(
     dx = x.new_empty(x.shape) if emit_high else _none(x, x.dtype)
     dgate = x.new_empty(x.shape) if emit_high and gate is not None else _none(x, x.dtype)
     of_gate = fake_quantized(x, rowwise, colwise) if gate is not None else fake_quantized(x, "", "")
-    return dx, dgate, *fake_quantized(x, rowwise, colwise), *of_gate, *fake_quantized(x, "", act_colwise)[2:]
+    sums = [
+        x.new_empty(x.shape[1] if bias and present else 0, dtype=torch.float32) for present in (True, gate is not None)
+    ]
+    return dx, dgate, *sums, *fake_quantized(x, rowwise, colwise), *of_gate, *fake_quantized(x, "", act_colwise)[2:]
 
 
 activation_backward = define(
     "activation_backward(Tensor grad_y, Tensor x, Tensor? gate, str kind, ScalarType out_dtype, str rowwise,"
-    " str colwise, str act_colwise, bool emit_high, Tensor? seed, int stream, int act_stream, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " str colwise, str act_colwise, bool emit_high, bool bias, Tensor? seed, int stream, int act_stream,"
+    " str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,"
+    " Tensor, Tensor)",
     _activation_backward,
     _activation_backward_fake,
 )

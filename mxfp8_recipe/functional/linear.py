@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,14 +14,22 @@ from ..autograd import (
     LinearConfig,
     MXFP8LinearFunction,
     ProjectionFunction,
+    gradient_spec,
 )
 from ..mx_heads import Heads
 from ..mx_tensor import Edge, MXTensor, Pending, Traveling, computed_from
 from .common import DTYPES, apply, autocast_on, cast, compute_dtype, draw_seed
+from .listening import LinearCall, listener
 
 
 def mxfp8_linear(
-    input: Tensor | Traveling, weight: Tensor, bias: Tensor | None = None, *, config: LinearConfig
+    input: Tensor | Traveling,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    config: LinearConfig,
+    owner: Any = None,
+    part: str = "",
 ) -> Tensor:
     """`input @ weight.T + bias`, each GEMM, forward and backward, in the precision `config` gives it.
 
@@ -30,6 +39,7 @@ def mxfp8_linear(
         weight: (out_features, in_features), the user's own parameter; quantized anew in every call.
         bias: (out_features,) or None.
         config: `LinearConfig.of(LinearPrecision(...))`.
+        owner, part: the module that computes it and which of its linears this is, for a monitor; None for nobody.
 
     Returns:
         (..., out_features) in the compute dtype: autocast's where autocast is on, else the input's.
@@ -37,6 +47,14 @@ def mxfp8_linear(
     Raises:
         ValueError: shapes that do not fit. TypeError: dtypes that `F.linear` would refuse too.
     """
+    output = _multiply(input, weight, bias, config)
+    heard = listener()
+    if heard is not None and owner is not None:
+        heard.linear(LinearCall(owner, part, input, weight, output, config, output.dtype))
+    return output
+
+
+def _multiply(input: Tensor | Traveling, weight: Tensor, bias: Tensor | None, config: LinearConfig) -> Tensor:
     dtype = compute_dtype(input)
     _check_linear(input, weight, bias, dtype)
     weight = cast(weight, dtype)
@@ -54,7 +72,10 @@ def mxfp8_linear(
     if isinstance(input, Pending):
         if input.edge.fused and input.kind != "identity":
             input.check()
-            return apply(ActivationLinearFunction, input.x, input.gate, weight, bias, seed, input.kind, config)
+            gradient = gradient_spec(input.x, input.gate)
+            return apply(
+                ActivationLinearFunction, input.x, input.gate, weight, bias, seed, input.kind, config, gradient
+            )
         input = input.materialize()
     assert isinstance(input, Tensor)
     nothing = (None, None, None, None)
@@ -94,12 +115,15 @@ def mxfp8_projection(
     config: LinearConfig,
     parts: tuple[HeadsSpec, ...],
     edge: Edge,
+    owner: Any = None,
+    part: str = "",
 ) -> tuple[Heads, ...] | None:
     """`mxfp8_linear` whose output goes into attention: each part of it in MXFP8, split into heads.
 
     Args:
         input, weight, bias, config: as for `mxfp8_linear`, the input (B, L, in_features).
         parts: the parts of out_features, in order, such as query, key and value.
+        owner, part: as for `mxfp8_linear`.
 
     Returns:
         One `Heads` (B, L, H * D) for each part, or None where the output has to exist in high precision.
@@ -108,6 +132,7 @@ def mxfp8_projection(
     if not edge.fused or input.dim() != 3 or config.stochastic:
         return None
     _check_linear(input, weight, bias, dtype)
+    given_weight = weight
     weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     given: tuple[Tensor | None, ...] = (None, None, None, None)
     if not torch.is_grad_enabled():
@@ -121,12 +146,14 @@ def mxfp8_projection(
     else:
         carrier = input.to(dtype)
     outputs = apply(ProjectionFunction, carrier, *given, weight, bias, None, config, parts)
-    heads, start = [], 0
-    for i, part in enumerate(parts):
-        rows = slice(start, start := start + part.features)
+    heads, start, heard = [], 0, listener()
+    for i, spec in enumerate(parts):
+        rows = slice(start, start := start + spec.features)
         again = partial(mxfp8_linear, input, weight[rows], None if bias is None else bias[rows], config=config)
         again = computed_from(again, edge.producer, input)
-        one, shape = outputs[5 * i : 5 * i + 5], (*input.shape[:2], part.features)
-        size = (shape[0], part.features // part.head_dim, shape[1], part.head_dim)
-        heads.append(Heads(one[0], tuple(one[1:]), size, part.rowwise, part.colwise, again, edge))
+        one, shape = outputs[5 * i : 5 * i + 5], (*input.shape[:2], spec.features)
+        size = (shape[0], spec.features // spec.head_dim, shape[1], part.head_dim)
+        heads.append(Heads(one[0], tuple(one[1:]), size, spec.rowwise, spec.colwise, again, edge))
+        if heard is not None and owner is not None:
+            heard.linear(LinearCall(owner, part, input, given_weight[rows], one[0], config, dtype, repeated=i > 0))
     return tuple(heads)
