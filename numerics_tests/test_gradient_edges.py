@@ -166,13 +166,16 @@ def test_another_reader_gets_high_precision(reader: str) -> None:
         if reader == "grad of it":
             seen.append(output)
 
+    def remember(module: nn.Module, args: Any, output: Tensor) -> None:
+        seen.append(output)
+
     def late(module: nn.Module, args: Any, output: Tensor) -> None:
         if reader == "hook":  # after the activation took its input
             seen[0].register_hook(lambda g: g * 2)
 
     up.register_forward_hook(watch)
     if reader == "hook":
-        up.register_forward_hook(lambda module, args, output: seen.append(output))
+        up.register_forward_hook(remember)
         model.get_submodule("3").register_forward_hook(late)
 
     def run() -> list[Tensor | None]:
