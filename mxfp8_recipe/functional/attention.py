@@ -15,6 +15,7 @@ from ..fused.spec import BLOCK
 from ..mx_heads import AttentionOutput, Heads
 from ..mx_tensor import Edge, MXTensor, Traveling, computed_from
 from .common import DTYPES, compute_dtype, draw_seed
+from .listening import AttentionCall, listener
 
 
 def mxfp8_attention(
@@ -68,10 +69,25 @@ def mxfp8_attention(
     _check_attention(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa, config)
     dtype = compute_dtype(q)
     seed = draw_seed(q.device) if dropout_p > 0 or config.stochastic else None
-    return attention(
-        q.to(dtype), k.to(dtype), v.to(dtype), attn_mask, seed, config,
-        scale=scale, causal=is_causal, dropout_p=float(dropout_p), enable_gqa=enable_gqa, emit_probs=need_weights,
-    )  # fmt: skip
+    q, k, v, options = q.to(dtype), k.to(dtype), v.to(dtype), options | {"causal": is_causal}
+    out = attention(q, k, v, attn_mask, seed, config, enable_gqa=enable_gqa, emit_probs=need_weights, **options)
+    _tell(config, (q, k, v), (), attn_mask, seed, out[0] if need_weights else out, options)
+    return out
+
+
+def _tell(
+    config: AttentionConfig,
+    inputs: tuple[Tensor, ...],
+    given: tuple[Tensor, ...],
+    mask: Tensor | None,
+    seed: Tensor | None,
+    output: Tensor,
+    options: dict[str, Any],
+) -> None:
+    """Report a call to whoever listens."""
+    heard = listener()
+    if heard is not None:
+        heard.attention(AttentionCall(config, *inputs, given, mask, seed, output, options))
 
 
 def _fused_attention(
@@ -99,13 +115,16 @@ def _fused_attention(
     seed = draw_seed(query.device) if options["dropout_p"] > 0 or config.stochastic else None
     run = partial(attention, *inputs, None, seed, config, given=given, **options)
     if not emits:
-        return run()
+        out = run()
+        _tell(config, inputs, given, None, seed, out, options)
+        return out
     assert edge is not None
     assert edge.emit is not None
     row, col = edge.emit if torch.is_grad_enabled() else (edge.emit[0], "")
     parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = run(emit=(row, col))
     run = computed_from(run, edge.producer, *inputs)
     carrier = parts[0]
+    _tell(config, inputs, given, None, seed, carrier, options)
     merged = MXTensor(*parts, row, col, carrier.dtype, False, partial(_merged_high, run), edge)
     batch, heads, length, dim = carrier.shape
     return AttentionOutput(carrier, merged, (batch, heads, length, dim), run, edge)

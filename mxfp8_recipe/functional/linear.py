@@ -152,7 +152,7 @@ def mxfp8_projection(
         again = partial(mxfp8_linear, input, weight[rows], None if bias is None else bias[rows], config=config)
         again = computed_from(again, edge.producer, input)
         one, shape = outputs[5 * i : 5 * i + 5], (*input.shape[:2], spec.features)
-        size = (shape[0], spec.features // spec.head_dim, shape[1], part.head_dim)
+        size = (shape[0], spec.features // spec.head_dim, shape[1], spec.head_dim)
         heads.append(Heads(one[0], tuple(one[1:]), size, spec.rowwise, spec.colwise, again, edge))
         if heard is not None and owner is not None:
             heard.linear(LinearCall(owner, part, input, given_weight[rows], one[0], config, dtype, repeated=i > 0))

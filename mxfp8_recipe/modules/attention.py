@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..autograd import AttentionConfig, HeadsSpec
+from ..autograd import AttentionConfig, HeadsSpec, LinearConfig
 from ..functional import mxfp8_attention, mxfp8_linear, mxfp8_projection
 from ..fused.attention.spec import GEMMS
 from ..fused.spec import BLOCK, QuantSpec
@@ -22,6 +22,8 @@ from ..mx_tensor import Edge
 from .swapped import describe_config, is_swapped, swap_class
 
 _SLOW = "no inference fast path"
+IN_PROJ, OUT_PROJ = "in_proj", "out_proj"
+"""The linears of a multi-head layer, as a monitor names them."""
 
 
 class SDPAOwner(nn.Module):
@@ -94,7 +96,7 @@ class MXFP8MultiheadAttention(nn.MultiheadAttention):
         )
         out, weights = out if need_weights else (out, None)
         merged = _merge_heads(self, out)
-        output = _linear(merged, self.out_proj.weight, self.out_proj.bias, self.mxfp8_config)
+        output = _linear(self, OUT_PROJ, merged, self.out_proj.weight, self.out_proj.bias)
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=-3)
         return output, weights
@@ -127,27 +129,28 @@ def describe_attention(config: AttentionConfig) -> str:
     return "attention: " + ", ".join(parts)
 
 
-def _linear(x: Any, weight: Tensor, bias: Tensor | None, config: AttentionConfig) -> Tensor:
-    if config.projections is None:
+def _linear(module: nn.MultiheadAttention, part: str, x: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
+    projections: LinearConfig | None = module.mxfp8_config.projections  # pyright: ignore[reportAssignmentType]
+    if projections is None:
         return F.linear(x, weight, bias)
-    return mxfp8_linear(x, weight, bias, config=config.projections)
+    return mxfp8_linear(x, weight, bias, config=projections, owner=module, part=part)
 
 
 def _project(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     """Query, key and value (..., embed_dim) from the layer's packed or separate weights."""
-    config: AttentionConfig = module.mxfp8_config  # pyright: ignore[reportAssignmentType]
     weight, bias, size = module.in_proj_weight, module.in_proj_bias, module.embed_dim
     if weight is not None and query is key and key is value:
-        return _linear(query, weight, bias, config).chunk(3, dim=-1)
+        return _linear(module, IN_PROJ, query, weight, bias).chunk(3, dim=-1)
     biases = (None, None, None) if bias is None else bias.chunk(3)
     if weight is None:
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-        return tuple(_linear(x, w, b, config) for x, w, b in zip((query, key, value), weights, biases))
+        return tuple(_linear(module, IN_PROJ, x, w, b) for x, w, b in zip((query, key, value), weights, biases))
     if key is value:
         rest = None if bias is None else bias[size:]
-        k, v = _linear(key, weight[size:], rest, config).chunk(2, dim=-1)
-        return _linear(query, weight[:size], biases[0], config), k, v
-    return tuple(_linear(x, w, b, config) for x, w, b in zip((query, key, value), weight.chunk(3), biases))
+        k, v = _linear(module, IN_PROJ, key, weight[size:], rest).chunk(2, dim=-1)
+        return _linear(module, IN_PROJ, query, weight[:size], biases[0]), k, v
+    pairs = zip((query, key, value), weight.chunk(3), biases)
+    return tuple(_linear(module, IN_PROJ, x, w, b) for x, w, b in pairs)
 
 
 def _inner_edge(module: nn.MultiheadAttention, query: Any) -> Edge | None:
@@ -168,7 +171,9 @@ def _project_heads(module: nn.MultiheadAttention, x: Any, edge: Edge) -> tuple[A
         return None
     parts = tuple(HeadsSpec(module.embed_dim, module.head_dim, row, col) for row, col in config.input_specs)
     weight, bias = module.in_proj_weight, module.in_proj_bias
-    return mxfp8_projection(x, weight, bias, config=config.projections, parts=parts, edge=edge)
+    return mxfp8_projection(
+        x, weight, bias, config=config.projections, parts=parts, edge=edge, owner=module, part=IN_PROJ
+    )
 
 
 def _split_heads(module: nn.MultiheadAttention, x: Any) -> Any:

@@ -57,8 +57,8 @@ def _run(module: Any, input: Any, weight: Tensor, bias: Tensor | None) -> Any:
     edge = edge_of(module)
     if edge is not None and edge.emit is not None:
         parts = (HeadsSpec(weight.shape[0], edge.head_dim, *edge.emit),)
-        heads = mxfp8_projection(input, weight, bias, config=module.mxfp8_config, parts=parts, edge=edge)
+        heads = mxfp8_projection(input, weight, bias, config=module.mxfp8_config, parts=parts, edge=edge, owner=module)
         if heads is not None:
             return heads[0]
         edge = None
-    return pending(mxfp8_linear(input, weight, bias, config=module.mxfp8_config), edge)
+    return pending(mxfp8_linear(input, weight, bias, config=module.mxfp8_config, owner=module), edge)

@@ -1,0 +1,96 @@
+"""Where a monitor hears the operands of MXFP8 ops: one listener, on the steps it samples.
+
+A listener changes no value, draws no random number and closes no edge. Compiled code never asks for one, so that it
+traces and runs the same whether or not somebody listens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..autograd import AttentionConfig, LinearConfig
+from ..mx_tensor import Traveling
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """One linear layer's forward, or one part of a projection's.
+
+    Attributes:
+        owner: the module that computes it. part: which of its linears, where it has several, such as `in_proj`.
+        input: (..., K), perhaps still traveling. weight: (N, K). Both as the layer got them, before any cast.
+        output: the (..., N) tensor whose gradient is the layer's grad_output; a carrier where it travels on.
+        dtype: the compute dtype.
+        repeated: another part of the same projection reported this input already.
+    """
+
+    owner: Any
+    part: str
+    input: Tensor | Traveling
+    weight: Tensor
+    output: Tensor
+    config: LinearConfig
+    dtype: torch.dtype
+    repeated: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One attention's forward.
+
+    Attributes:
+        query: (..., H, Lq, D). key: (..., G, Lk, D). value: (..., G, Lk, E), in the compute dtype; carriers where
+            `given` holds them quantized.
+        given: qdata, scale, qdata_t, scale_t of query, key and value, or nothing.
+        output: (..., H, Lq, E); a carrier where it travels on.
+        options: scale, causal, dropout_p.
+    """
+
+    config: AttentionConfig
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    given: tuple[Tensor, ...]
+    mask: Tensor | None
+    seed: Tensor | None
+    output: Tensor
+    options: dict[str, Any]
+
+
+class Listener(Protocol):
+    """Who hears of each call as it is made."""
+
+    def linear(self, call: LinearCall) -> None: ...
+
+    def attention(self, call: AttentionCall) -> None: ...
+
+
+_current: Listener | None = None
+
+
+def listener() -> Listener | None:
+    """Who listens now; nobody in compiled code."""
+    return None if torch.compiler.is_compiling() else _current
+
+
+def listen(new: Listener | None) -> Listener | None:
+    """Make `new` the listener of the process, all its threads included; the one before."""
+    global _current
+    previous, _current = _current, new
+    return previous
+
+
+@contextmanager
+def listening(new: Listener | None) -> Iterator[None]:
+    """`listen` for the block."""
+    previous = listen(new)
+    try:
+        yield
+    finally:
+        listen(previous)
