@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.rows import commit_hash
 from mxfp8_recipe.config import LinearPrecision
 from mxfp8_recipe.fused.reference import dequantize, quantize
 from mxfp8_recipe.modules import MXFP8Linear
@@ -139,11 +141,8 @@ def measure(providers: dict[str, Step], inputs: list[tuple[Tensor, Tensor]], rou
 
 
 def environment() -> dict[str, Any]:
-    root = Path(__file__).parent
-    command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
     load = round(os.getloadavg()[0], 1)  # what else was running: above 1, read the ratios with care
-    return {"cpu": cpu_name(), "load": load, "torch": torch.__version__, "commit": commit}
+    return {"cpu": cpu_name(), "load": load, "torch": torch.__version__, "commit": commit_hash()}
 
 
 def cpu_name() -> str:

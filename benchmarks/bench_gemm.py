@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.rows import add_options, append, gpu_environment, quantiles_ms
 from fused import reference
 from fused.gemm import hopper
 
@@ -159,9 +157,7 @@ def measure(case: Case, shape: tuple[int, int, int], stamp: dict[str, str]) -> l
                 "case": f"{m}x{n}x{k}",
                 "variant": case.variant,
                 "provider": name,
-                "ms_median": round(median[name], 5),
-                "ms_p10": round(values[len(values) // 10], 5),
-                "ms_p90": round(values[len(values) * 9 // 10], 5),
+                **quantiles_ms(values),
                 "tflops": round(tflops, 1),
                 "ceiling": round(ceiling, 1),
                 "pct_of_ceiling": round(100 * tflops / ceiling, 1),
@@ -186,38 +182,24 @@ def host_microseconds(stamp: dict[str, str], calls: int = 300) -> dict[str, Any]
             run(o)
         samples.append((time.perf_counter() - start) / calls * 1e3)
         torch.cuda.synchronize()
-    samples.sort()
     return {
         "bench": "gemm",
         "case": "256x256x256",
         "variant": "tile=128,mode=eager,op=host",
         "provider": "ours",
-        "ms_median": round(samples[3], 5),
-        "ms_p10": round(samples[0], 5),
-        "ms_p90": round(samples[-1], 5),
+        **quantiles_ms(samples),
         **stamp,
     }
 
 
-def commit_hash() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, help="append JSON lines here")
-    parser.add_argument("--commit", default=None, help="recorded commit (default: of the working tree)")
+    add_options(parser)
     parser.add_argument("--only", default="", help="only variants that contain this")
     args = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         sys.exit("bench_gemm: needs a Hopper GPU")
-    stamp = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": args.commit or commit_hash(),
-    }
+    stamp = gpu_environment(args.commit)
     torch.manual_seed(0)
     rows = [host_microseconds(stamp)]
     print(f"host: {rows[0]['ms_median'] * 1e3:.1f} us a call")
@@ -228,9 +210,7 @@ def main() -> None:
             torch.cuda.empty_cache()
             line = "  ".join(f"{r['provider']} {r['tflops']:.0f} ({r['ratio_to_bf16']:.2f}x)" for r in found)
             print(f"{case.variant:30} {found[0]['case']:18} {line}", flush=True)
-    if args.out is not None:
-        with args.out.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+    append(args.out, rows)
 
 
 if __name__ == "__main__":

@@ -5,17 +5,20 @@
 `block`: norm, up, GELU, down and residual through `apply_recipe`, against the block under `torch.compile`.
 
 Everything is timed by replaying a CUDA graph, except `mode=eager`, which is host time included. Activations are larger
-than L2. A provider whose result is wrong gets no number.
+than L2. A provider whose result is wrong gets no number. `torchao_*` are compiled for the one shape.
+
+    python benchmarks/bench_linear.py [linear|norm_linear|block] [--out FILE] [--commit HASH]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import copy
 import statistics
-import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +26,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.rows import RESULTS, add_options, append, gpu_environment, quantiles_ms
 from mxfp8_recipe import apply_recipe, load_recipe
 from mxfp8_recipe.autograd import LinearConfig, NormConfig
 from mxfp8_recipe.functional import mxfp8_linear, mxfp8_norm
 from mxfp8_recipe.mx_tensor import Edge
 
-RESULTS = Path(__file__).parent / "results" / "h200.jsonl"
 SHAPES = ((16384, 4096, 4096), (65536, 1024, 1024), (65536, 2048, 512), (262144, 512, 512))
 EAGER_SHAPES = ((65536, 1024, 1024), (65536, 2048, 512))
 BLOCKS = ((65536, 1024, 4096), (65536, 512, 2048))
@@ -36,6 +41,14 @@ RECIPE = "mxfp8_hopper"
 MIN_SQNR_DB = 15.0
 
 Step = Callable[[], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """Where rows go, and what they say of the machine."""
+
+    out: Path | None
+    machine: dict[str, str]
 
 
 class Block(nn.Module):
@@ -129,7 +142,25 @@ def linear_steps(m: int, n: int, k: int) -> dict[str, Step]:
     return {
         "bf16": training_step(layer, normalized, grad, parameters),
         "ours": training_step(ours, carrier, grad, parameters),
+        **torchao_steps(layer, normalized, grad),
     }
+
+
+def torchao_steps(layer: nn.Linear, x: Tensor, grad: Tensor) -> dict[str, Step]:
+    """Float8 training by torchao of the same layer; without torchao, nothing."""
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return {}
+    steps, base = {}, nn.Linear(layer.in_features, layer.out_features, device="cuda", dtype=torch.bfloat16)
+    base.load_state_dict(layer.state_dict())
+    torch._dynamo.reset()
+    for recipe in ("tensorwise", "rowwise"):
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        peer = convert_to_float8_training(nn.Sequential(copy.deepcopy(base)), config=config)
+        compiled = torch.compile(peer, dynamic=False)
+        steps[f"torchao_{recipe}"] = training_step(compiled, x, grad, list(peer.parameters()))
+    return steps
 
 
 def module_steps(build: Callable[[], nn.Module], m: int, k: int, n: int) -> dict[str, Step]:
@@ -173,77 +204,67 @@ def saved_bytes(forward: Callable[[Tensor], Tensor], x: Tensor) -> int:
     return sum(storages.values())
 
 
-def measure(bench: str, case: str, variant: str, steps: dict[str, Step], graph: bool, out: Path) -> None:
-    """Check every provider against the first, time all, and write a row each."""
-    names = list(steps)
-    quality = sqnr_db(steps["ours"](), steps[names[0]]())
-    if quality < MIN_SQNR_DB:
-        print(f"{bench} {case} {variant}: ours is wrong ({quality:.1f} dB), no number", flush=True)
-        return
+def measure(bench: str, case: str, variant: str, steps: dict[str, Step], graph: bool, about: Stamp) -> None:
+    """Check every provider against the first, time those that are right, and write a row each."""
+    names, quality = list(steps), {}
+    expected = steps[names[0]]()
+    for name in names[1:]:
+        quality[name] = sqnr_db(steps[name](), expected)
+        if not quality[name] >= MIN_SQNR_DB:
+            print(f"{bench} {case} {variant}: {name} is wrong ({quality[name]:.1f} dB), no number", flush=True)
+            steps.pop(name)
+    del expected
     times = {name: milliseconds(step, graph) for name, step in steps.items()}
     base = statistics.median(times[names[0]])
     for name, found in times.items():
-        ordered = sorted(found)
         row = {
             "bench": bench,
             "case": case,
             "variant": variant,
             "provider": name,
-            "ms_median": round(statistics.median(ordered), 5),
-            "ms_p10": round(ordered[len(ordered) // 10], 5),
-            "ms_p90": round(ordered[len(ordered) * 9 // 10], 5),
-            "ratio_to_bf16": round(base / statistics.median(ordered), 4),
-            "sqnr_db": round(quality, 1) if name == "ours" else None,
-            **environment(),
+            **quantiles_ms(found),
+            "ratio_to_bf16": round(base / statistics.median(found), 4),
+            "sqnr_db": round(quality[name], 1) if name in quality else None,
+            **about.machine,
         }
-        with out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(f"{bench:12s} {case:18s} {variant:40s} {name:14s} {row['ms_median']:9.4f} ms {row['ratio_to_bf16']}x",
+        append(about.out, [row])
+        print(f"{bench:12s} {case:18s} {variant:40s} {name:18s} {row['ms_median']:9.4f} ms {row['ratio_to_bf16']}x",
               flush=True)  # fmt: skip
 
 
-def environment() -> dict[str, str]:
-    import triton
-
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": commit.stdout.strip() or "unknown",
-    }
-
-
-def run(bench: str | None = None, out: Path = RESULTS) -> None:
-    """Measure `linear`, `norm_linear` and `block`, or one of them, and append rows to `out`."""
+def run(bench: str | None, about: Stamp) -> None:
+    """Measure `linear`, `norm_linear` and `block`, or one of them."""
     variant = "tile=128,mode=graph,pass=fwdbwd"
     if bench in (None, "linear"):
         for m, n, k in SHAPES:
-            measure("linear", f"{m}x{n}x{k}", f"{variant},op=quantized_input", linear_steps(m, n, k), True, out)
+            measure("linear", f"{m}x{n}x{k}", f"{variant},op=quantized_input", linear_steps(m, n, k), True, about)
         for m, n, k in EAGER_SHAPES:
-            measure("linear", f"{m}x{n}x{k}", "tile=128,mode=eager,pass=fwdbwd", eager_steps(m, n, k), False, out)
+            measure("linear", f"{m}x{n}x{k}", "tile=128,mode=eager,pass=fwdbwd", eager_steps(m, n, k), False, about)
     if bench in (None, "block"):
         for m, width, hidden in BLOCKS:
             steps = module_steps(lambda w=width, h=hidden: Block(w, h), m, width, width)
-            measure("block", f"{m}x{width}x{hidden}", variant, steps, True, out)
-            report_saved_bytes(m, width, hidden)
+            measure("block", f"{m}x{width}x{hidden}", variant, steps, True, about)
+            measure_saved_bytes(m, width, hidden, about)
     if bench in (None, "norm_linear"):
         for m, n, k in SHAPES:
             steps = module_steps(lambda k=k, n=n: nn.Sequential(nn.RMSNorm(k), nn.Linear(k, n)), m, k, n)
-            measure("norm_linear", f"{m}x{n}x{k}", variant, steps, True, out)
+            measure("norm_linear", f"{m}x{n}x{k}", variant, steps, True, about)
 
 
-def report_saved_bytes(m: int, width: int, hidden: int) -> None:
+def measure_saved_bytes(m: int, width: int, hidden: int, about: Stamp) -> None:
     plain, x = Block(width, hidden).cuda().bfloat16(), randn(m, width).requires_grad_()
     before = saved_bytes(plain, x)
     apply_recipe(plain, RECIPE, example_inputs=x.detach()[:128])
     after = saved_bytes(plain, x)
-    print(f"block {m}x{width}x{hidden}: saved for backward {after} of BF16's {before} bytes, {after / before:.3f}x")
+    case = f"{m}x{width}x{hidden}"
+    print(f"block {case}: saved for backward {after} of BF16's {before} bytes, {after / before:.3f}x")
+    row = {"bench": "block", "case": case, "variant": "tile=128,op=saved_bytes", "provider": "ours", "bytes": after}
+    append(about.out, [row | {"ratio_to_bf16": round(after / before, 4)} | about.machine])
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bench", nargs="?", choices=("linear", "norm_linear", "block"))
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    add_options(parser, RESULTS)
     options = parser.parse_args()
-    run(options.bench, options.out)
+    run(options.bench, Stamp(options.out, gpu_environment(options.commit)))

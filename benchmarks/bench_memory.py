@@ -12,8 +12,6 @@ that does not pass its check first. Providers: `ours`; `unfused`, our kernel sto
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,10 +20,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.rows import RESULTS, add_options, append, gpu_environment
 from fused import activation_quantize, norm_quantize, quantize, reference_ops
 from fused.norm_backward import norm_backward as run_norm_backward
 from fused.spec import QuantSpec
@@ -325,12 +323,6 @@ def measure(case: Case, machine: dict[str, str], ceilings: dict[int, tuple[float
         }  # fmt: skip
 
 
-def commit() -> str:
-    """Hash of the checkout, or `unknown` outside of one."""
-    result = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return result.stdout.strip() or "unknown"
-
-
 def run(bench: str | None, out: Path, revision: str | None = None) -> None:
     """Append the rows of one bench, or of all, to `out`, and print them.
 
@@ -341,28 +333,21 @@ def run(bench: str | None, out: Path, revision: str | None = None) -> None:
         raise ValueError(f"bench: got {bench!r}, expected one of {', '.join(BENCHES)}")
     if not torch.cuda.is_available():
         raise RuntimeError("bench_memory: found no CUDA device, and times on another one would say nothing")
-    machine = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "commit": revision or commit(),
-    }  # fmt: skip
+    machine = gpu_environment(revision)
     ceilings: dict[int, tuple[float, float, float]] = {}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("a") as file:
-        for name in [bench] if bench else BENCHES:
-            for case in BENCHES[name]():
-                for row in measure(case, machine, ceilings):
-                    file.write(json.dumps(row) + "\n")
-                    file.flush()
-                    share = "" if row["pct_of_ceiling"] is None else f"{row['pct_of_ceiling']:6.1f} %"
-                    print(f"{row['bench']} {row['case']} {row['variant']} {row['provider']}: "
-                          f"{row['ms_median'] * 1e3:.1f} us {share}", flush=True)  # fmt: skip
+    for name in [bench] if bench else BENCHES:
+        for case in BENCHES[name]():
+            for row in measure(case, machine, ceilings):
+                append(out, [row])
+                share = "" if row["pct_of_ceiling"] is None else f"{row['pct_of_ceiling']:6.1f} %"
+                print(f"{row['bench']} {row['case']} {row['variant']} {row['provider']}: "
+                      f"{row['ms_median'] * 1e3:.1f} us {share}", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="time the memory-bound kernels on a GPU")
     parser.add_argument("bench", nargs="?", choices=BENCHES)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "h200.jsonl")
-    parser.add_argument("--commit", default=None, help="revision to record where git is missing")
+    add_options(parser, RESULTS)
     parser.add_argument("--check", action="store_true", help="only check results, and fill the compile cache")
     options = parser.parse_args()
     if options.check:
