@@ -9,6 +9,7 @@ AB ?=
 TESTS ?=
 
 RUN := .venv/bin/python
+OLDEST_TRITON := .venv/triton-3.6.0
 # A torch that is already installed need only be one the project supports, unless one was asked for by name.
 SETUP := $(PYTHON) .ci/venv.py --torch '$(TORCH)' $(if $(filter file,$(origin TORCH)),,--exactly)
 
@@ -18,7 +19,7 @@ SETUP := $(PYTHON) .ci/venv.py --torch '$(TORCH)' $(if $(filter file,$(origin TO
 help:
 	@echo 'make ab      does MXFP8 move normalized entropy or calibration against BF16? (AB=options of mxfp8 ab)'
 	@echo 'make test    the test suite (TESTS=options of pytest)'
-	@echo 'make check   lint, types and tests: what CI runs'
+	@echo 'make check   lint, types, tests and compile: what CI runs'
 	@echo 'make compile every kernel launch, for GPUs that are not here'
 	@echo 'make bench   CPU benchmarks, into benchmarks/results'
 	@echo 'make lint | types | venv | clean'
@@ -34,8 +35,17 @@ ab:
 test: venv
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --maxprocesses=8 $(TESTS)
 
-compile: venv
-	@$(RUN) numerics_tests/compile_only.py 90 100
+# With the installed triton and with the oldest one supported, which goes to a directory of its own.
+compile: $(OLDEST_TRITON)
+	@for path in . $(OLDEST_TRITON):.; do \
+	    PYTHONPATH=$$path $(RUN) numerics_tests/compile_only.py 90 100 || exit 1; \
+	    PYTHONPATH=$$path $(RUN) -m pytest -q numerics_tests/test_gemm_compile.py || exit 1; \
+	done
+
+$(OLDEST_TRITON): | venv
+	@rm -rf $@.part
+	@$(RUN) -m pip install --quiet --no-deps --target $@.part $(subst triton-,triton==,$(notdir $@))
+	@mv $@.part $@
 
 lint: venv
 	@$(RUN) -m ruff check .
@@ -44,7 +54,7 @@ lint: venv
 types: venv
 	@$(RUN) -m pyright
 
-check: lint types test
+check: lint types test compile
 
 bench:
 	@$(SETUP) --extras bench

@@ -24,8 +24,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fused import activation_quantize, norm_backward, norm_quantize, quantize
-from fused.spec import QuantSpec
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from fused import activation_quantize, norm_backward, norm_quantize, quantize  # noqa: E402
+from fused.spec import QuantSpec  # noqa: E402
+
+MODULES = (quantize, norm_quantize, norm_backward, activation_quantize)
 
 TOLERATED_STACK = {"norm_backward_kernel": 40}
 """Bytes a thread. At 128 registers two programs fit a multiprocessor and up to ten words of a thread spill to the L1
@@ -147,8 +151,7 @@ def production_launches() -> list[Launch]:
 
 
 def compile_launch(launch: Launch, capability: int) -> Usage:
-    modules = (quantize, norm_quantize, activation_quantize)
-    kernel = next(vars(m)[launch.kernel] for m in modules if launch.kernel in vars(m))
+    kernel = next(vars(module)[launch.kernel] for module in MODULES if launch.kernel in vars(module))
     names = kernel.arg_names
     signature = dict.fromkeys(names, "constexpr") | dict(launch.signature)
     source = ASTSource(
@@ -186,5 +189,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     sys.exit(main())
