@@ -1,0 +1,122 @@
+"""Gates: two precisions, the same weights, the same rows, hence no training noise; one broken gate fails."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mxfp8_recipe.monitors.records import SameWeights, TaskAgreement
+from mxfp8_recipe.monitors.shadow import SEGMENT_RESOLUTION
+
+MIN_SEGMENT_ROWS = 500
+ROW_NOISE_QUANTILE = 2.326
+"""Of the normal distribution, at 99 %."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateLimits:
+    """Limits of the same-weights gates.
+
+    Attributes:
+        logit_rms: independent logit errors of RMS 0.03 cost under 0.02 % of NE.
+        logit_mean: absolute; 0.03 would move calibration by about 3 %.
+        segment_mean: the same, for every segment that may be judged (`_segment_means`).
+        calibration: relative change of sum(w p); a mean logit error of `logit_mean` moves it by at most that much.
+        cross_entropy: relative change of cross entropy, which is that of NE, beyond what row noise explains: harm that
+            follows the label moves neither mean nor RMS of the logits much.
+        grad_error_ratio: error of the whole gradient over BF16's own error of the same gradient. Cancellation, which
+            makes a gradient near its optimum sensitive to any rounding, hits both alike and drops out of the ratio.
+            What remains is the ratio of the formats' unit roundoffs: E4M3 keeps 3 bits after the leading one
+            where BF16 keeps 7, hence 2^4. A GEMM in MXFP8 rounds its operands only, so it should stay below.
+        layer_grad_error_ratio: the same for each quantized layer, twice as wide, since one layer's gradient is
+            a smaller sample. Scales that saturate, or a mis-scaled or transposed operand, land above it.
+    """
+
+    logit_rms: float = 0.03
+    logit_mean: float = 0.002
+    segment_mean: float = 0.002
+    calibration: float = 0.002
+    cross_entropy: float = 0.001
+    grad_error_ratio: float = 16.0
+    layer_grad_error_ratio: float = 32.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """One same-weights check: `value` against `limit`; the worst seed's value."""
+
+    name: str
+    value: float
+    limit: float
+    holds: bool
+    detail: str = ""
+
+    def __str__(self) -> str:
+        sign = "<=" if self.holds else ">"
+        size = f"|{self.value:.3g}|" if self.value < 0 else f"{self.value:.3g}"
+        return f"{self.name} {size} {sign} {self.limit:g}{f' ({self.detail})' if self.detail else ''}"
+
+
+def same_weights_gates(measured: Sequence[SameWeights], limits: GateLimits) -> tuple[Gate, ...]:
+    """Every gate at its worst seed; a NaN breaks its gate. Empty when nothing was measured."""
+    gates: list[Gate] = []
+    for index, task in enumerate(measured[0].tasks if measured else ()):
+        seeds = [(m.seed, m.tasks[index]) for m in measured]
+        gates += [
+            _largest(f"{task.task}: logit RMS error", [(t.logit_rms, f"seed {s}") for s, t in seeds], limits.logit_rms),
+            _largest(
+                f"{task.task}: mean logit error", [(t.logit_mean, f"seed {s}") for s, t in seeds], limits.logit_mean
+            ),
+            _largest(
+                f"{task.task}: calibration change", [(t.calibration, f"seed {s}") for s, t in seeds], limits.calibration
+            ),
+            _largest(
+                f"{task.task}: cross entropy change", [_entropy_change(t, s) for s, t in seeds], limits.cross_entropy
+            ),
+        ]
+        segments = [(v, f"seed {s}, {where}") for s, t in seeds for v, where in _segment_means(t)]
+        if segments:
+            gates.append(_largest(f"{task.task}: mean logit error of a segment", segments, limits.segment_mean))
+    if measured:
+        whole = [(m.gradient.error_ratio(), f"seed {m.seed}") for m in measured]
+        gates.append(_largest("gradient error over BF16's own", whole, limits.grad_error_ratio))
+    layers = [
+        (ratio, f"seed {m.seed}, {layer.layer}")
+        for m in measured
+        for layer in m.layers
+        if layer.quantized and (ratio := m.layer_error_ratio(layer)) is not None
+    ]
+    if layers:
+        gates.append(_largest("gradient error of a layer over BF16's own", layers, limits.layer_grad_error_ratio))
+    return tuple(gates)
+
+
+def _entropy_change(task: TaskAgreement, seed: int) -> tuple[float, str]:
+    """The part of the change that row noise does not explain, one-sided at 1 %, with its sign."""
+    beyond = abs(task.cross_entropy) - ROW_NOISE_QUANTILE * task.cross_entropy_error
+    value = beyond if math.isnan(beyond) else math.copysign(max(beyond, 0.0), task.cross_entropy)
+    return value, f"seed {seed}, {task.cross_entropy:+.3%} ± {task.cross_entropy_error:.3%}"
+
+
+def _segment_means(task: TaskAgreement) -> list[tuple[float, str]]:
+    """Mean logit error of each segment that may be judged.
+
+    A few rows may agree with each other by chance, so a segment needs `MIN_SEGMENT_ROWS`. The pool of small segments is
+    judged where its mean is known well and it is not simply every row over again.
+    """
+    alone = [s for s in task.segments if s.segment is not None and s.rows >= MIN_SEGMENT_ROWS]
+    pool = [
+        s
+        for s in task.segments
+        if s.segment is None and alone and MIN_SEGMENT_ROWS <= s.rows < task.rows and s.error <= SEGMENT_RESOLUTION
+    ]
+    return [
+        (s.mean, f"{s.rows} rows of {'small segments' if s.segment is None else f'segment {s.segment}'}")
+        for s in (*alone, *pool)
+    ]
+
+
+def _largest(name: str, values: list[tuple[float, str]], limit: float) -> Gate:
+    value, where = max(values, key=lambda pair: math.inf if math.isnan(pair[0]) else abs(pair[0]))
+    return Gate(name=name, value=value, limit=limit, holds=abs(value) <= limit, detail=where)
