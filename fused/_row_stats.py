@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .jit import kernel
+
 CHUNK = tl.constexpr(128)
 
 
@@ -82,7 +84,7 @@ def await_rows(counter_ptr, strip, programs):
     tl.debug_barrier()
 
 
-@triton.jit
+@kernel(do_not_specialize=[])
 def sum_strips_kernel(partial_ptr, out_ptr, S, N, R: tl.constexpr, C: tl.constexpr):
     """(S, N) fp32 to (N,) sums over the first dim, in an order that depends on S alone."""
     cols = tl.program_id(0) * C + tl.arange(0, C)

@@ -32,6 +32,7 @@ from ._device import (
     store_rows_until,
     unpack,
 )
+from .jit import kernel
 from .launch import DTYPES, dense_rows, plan_emission, words
 from .norm_backward import sum_strips
 from .quantize import quantize_both
@@ -55,7 +56,7 @@ def activated(
     return pack(lo, hi, HIGH)
 
 
-@triton.jit(do_not_specialize=SCALARS)
+@kernel(do_not_specialize=SCALARS)
 def activation_rows_kernel(
     up_ptr, x_ptr, y_ptr, q_ptr, s_ptr, M, K8, LDU8, LDX8,
     KIND: tl.constexpr, GATED: tl.constexpr, EMIT_HIGH: tl.constexpr, DTYPE: tl.constexpr, HIGH: tl.constexpr,
@@ -74,7 +75,7 @@ def activation_rows_kernel(
         emit_rows(y, rows, row0, col0, M, K2, q_ptr, s_ptr, HIGH, R_BC, R_E5, R_FLOOR, SWIZZLED, R_ALIGNED)
 
 
-@triton.jit(do_not_specialize=SCALARS)
+@kernel(do_not_specialize=SCALARS)
 def activation_tile_kernel(
     up_ptr, x_ptr, y_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, M, K8, LDU8, LDX8, MT,
     KIND: tl.constexpr, GATED: tl.constexpr, EMIT_HIGH: tl.constexpr, DTYPE: tl.constexpr, HIGH: tl.constexpr,
@@ -173,7 +174,7 @@ def sum_tokens(w0, w1, w2, w3, line_ptr, col0, K, DTYPE: tl.constexpr):
     tl.store(line_ptr + col0 + cols, tl.reshape(tl.join(lo, hi), (128,)), mask=col0 + cols < K)
 
 
-@triton.jit(do_not_specialize=SCALARS)
+@kernel(do_not_specialize=SCALARS)
 def activation_backward_kernel(
     g_ptr, up_ptr, x_ptr, dx_ptr, dup_ptr, partial_ptr, q_ptr, s_ptr, qt_ptr, st_ptr,
     uq_ptr, us_ptr, uqt_ptr, ust_ptr, at_ptr, ast_ptr, M, K8, LDG8, LDU8, LDX8, OUT8, UP_OFFSET8, MT,

@@ -25,6 +25,7 @@ from ._row_stats import (
     sum_strips_kernel,
     tree_sum,
 )
+from .jit import kernel
 from .launch import DTYPES, Emission, dense_rows, plan_emission, words
 from .norm_quantize import SCALARS, load_feature
 from .quantize import quantize_both
@@ -114,7 +115,7 @@ def grad_input(
     return dx
 
 
-@triton.jit(do_not_specialize=SCALARS)
+@kernel(do_not_specialize=SCALARS)
 def norm_backward_kernel(
     g_ptr, h_ptr, w_ptr, mean_ptr, rstd_ptr, res_ptr, dx_ptr, partial_ptr, q_ptr, s_ptr, qt_ptr, st_ptr,
     total_ptr, dot_ptr, counter_ptr, M, K8, LDG8, LD8, LDR8, MT, LEAD,

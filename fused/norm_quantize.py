@@ -27,6 +27,7 @@ from ._row_stats import (
     over_chunk,
     row_stat,
 )
+from .jit import kernel
 from .launch import DTYPES, Emission, dense_rows, plan_emission, words
 from .quantize import quantize_both
 from .reference_ops import NORM_KINDS, check_kind, check_matrix, check_same, empty
@@ -88,7 +89,7 @@ def normalize(
     return pack(lo, hi, HIGH)
 
 
-@triton.jit(do_not_specialize=SCALARS)
+@kernel(do_not_specialize=SCALARS)
 def norm_rows_kernel(
     x_ptr, res_ptr, w_ptr, b_ptr, y_ptr, h_ptr, q_ptr, s_ptr, mean_ptr, rstd_ptr, M, K8, LD8, LDR8, eps,
     LAYER: tl.constexpr, RES: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, EMIT_HIGH: tl.constexpr,
@@ -131,7 +132,7 @@ def norm_rows_kernel(
         res = next_res
 
 
-@triton.jit(do_not_specialize=SCALARS)
+@kernel(do_not_specialize=SCALARS)
 def norm_tile_kernel(
     x_ptr, res_ptr, w_ptr, b_ptr, y_ptr, h_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, mean_ptr, rstd_ptr, counter_ptr,
     M, K8, LD8, LDR8, MT, LEAD, eps,

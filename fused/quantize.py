@@ -29,6 +29,7 @@ from ._device import (
     software_fp8,
     store_scale,
 )
+from .jit import kernel
 from .launch import DTYPES, Emission, dense_rows, plan_emission, words
 from .reference_ops import Quantized, check_matrix
 from .spec import QuantSpec, Rounding
@@ -37,7 +38,7 @@ SCALARS = ["M", "K8", "LD8", "MT", "stream"]
 """Never specialized: token counts change every step, and a new one must not compile new code."""
 
 
-@triton.jit(do_not_specialize=SCALARS)
+@kernel(do_not_specialize=SCALARS)
 def quantize_rows_kernel(
     x_ptr, q_ptr, s_ptr, M, K8, LD8, DTYPE: tl.constexpr,
     BC: tl.constexpr, E5: tl.constexpr, FLOOR: tl.constexpr, SWIZZLED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -52,7 +53,7 @@ def quantize_rows_kernel(
     emit_rows(w, rows, row0, col0, M, K2, q_ptr, s_ptr, DTYPE, BC, E5, FLOOR, SWIZZLED, ALIGNED)
 
 
-@triton.jit(do_not_specialize=SCALARS)
+@kernel(do_not_specialize=SCALARS)
 def quantize_tile_kernel(
     x_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, M, K8, LD8, MT, DTYPE: tl.constexpr,
     R_BR: tl.constexpr, R_BC: tl.constexpr, R_E5: tl.constexpr, R_FLOOR: tl.constexpr, R_ALIGNED: tl.constexpr,
@@ -117,7 +118,7 @@ def round_stochastic(value, noise, E5: tl.constexpr):
     return tl.where(value != value, value, signed)
 
 
-@triton.jit(do_not_specialize=SCALARS)
+@kernel(do_not_specialize=SCALARS)
 def quantize_general_kernel(
     x_ptr, q_ptr, s_ptr, seed_ptr, stream, M, K8, LD8, MT,
     COLWISE: tl.constexpr, ACROSS: tl.constexpr, ALONG: tl.constexpr, E5: tl.constexpr, FLOOR: tl.constexpr,

@@ -12,6 +12,8 @@ from typing import Any
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from ..jit import launch_compiled
+
 tma_load = getattr(tma, "async_load", tma.async_copy_global_to_shared)
 tma_store = getattr(tma, "async_store", tma.async_copy_shared_to_global)
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # pyright: ignore[reportAttributeAccessIssue]
@@ -19,15 +21,18 @@ barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # pyright: ignore[r
 _compiled: dict[Hashable, Any] = {}
 
 
-def launch(kernel: Any, key: Hashable, programs: tuple[int, int, int], args: tuple[Any, ...], warps: int) -> None:
+def launch(
+    kernel: Any, key: Hashable, device: int | None, programs: int, args: tuple[Any, ...], warps: int
+) -> None:  # fmt: skip
     """Run `kernel` on every program, compiling at the first sight of `key`.
 
-    `key` must determine everything the code depends on: constants, dtypes, descriptors' blocks, device. Later calls
-    go to the compiled kernel, which costs a quarter of specializing all arguments again.
+    `key` and `device` must determine everything the code depends on: constants, dtypes, descriptors' blocks. Later
+    calls go to the compiled kernel, which costs a quarter of specializing all arguments again.
     """
+    key = device, key
     found = _compiled.get(key)
     if found is None:
         # Fusing p * s + acc into one instruction loses nothing: p * s is exact. Newer triton no longer does it unasked.
-        _compiled[key] = kernel[programs](*args, num_warps=warps, enable_fp_fusion=True)
+        _compiled[key] = kernel[(programs,)](*args, num_warps=warps, enable_fp_fusion=True)
     else:
-        found[programs](*args)
+        launch_compiled(found, (programs,), device, args)

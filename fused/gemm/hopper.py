@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..jit import kernel
 from ._gluon import launch
 from ._hopper_kernel import gemm_kernel
 
@@ -272,8 +273,8 @@ def _run(
         plan.m, plan.n, plan.k, sa.stride(0) * word, sb.stride(0) * word, target.stride(0), plan.steps, plan.splits,
         *plan.constants,
     )  # fmt: skip
-    key = (a.device.index, a.dtype, b.dtype, target.dtype, added.dtype, plan.constants)
-    launch(gemm_kernel, key, (plan.programs, 1, 1), args, warps=4)
+    key = (a.dtype, b.dtype, target.dtype, added.dtype, plan.constants)
+    launch(gemm_kernel, key, a.device.index, plan.programs, args, warps=4)
     if plan.splits > 1:
         _reduce(target, plan.rows * plan.n, plan.splits, bias, out, plan.variant.accumulate)
 
@@ -288,7 +289,7 @@ def constants_of(variant: Variant, config: Config, out_bytes: int, bias: bool, a
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["bias_ptr", "out_ptr", "M", "N", "part", "splits", "out_stride"])
+@kernel(do_not_specialize=["bias_ptr", "out_ptr", "M", "N", "part", "splits", "out_stride"])
 def reduce_kernel(
     work_ptr, bias_ptr, out_ptr, M, N, part, splits, out_stride,
     BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, B: tl.constexpr,
@@ -311,11 +312,10 @@ def reduce_kernel(
 def _reduce(work: Tensor, part: int, splits: int, bias: Tensor | None, out: Tensor, accumulate: bool) -> None:
     m, n = out.shape
     block = min(512, triton.next_power_of_2(n))
-    flags = (bias is not None, accumulate, block)
-    bias = out if bias is None else bias
-    args = (work, bias, out, m, n, part, splits, out.stride(0), *flags)
-    key = (out.device.index, "reduce", out.dtype, bias.dtype, flags)
-    launch(reduce_kernel, key, (m, -(-n // block), 1), args, warps=4)
+    added = out if bias is None else bias
+    reduce_kernel[m, -(-n // block)](
+        work, added, out, m, n, part, splits, out.stride(0), bias is not None, accumulate, block, num_warps=4
+    )
 
 
 @lru_cache(maxsize=16)

@@ -11,11 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..jit import kernel
+
 _FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _ROWS, _COLS, _STEP, _GROUP = 128, 128, 128, 8
 
 
-@triton.jit(do_not_specialize=["M", "N", "K", "LDA", "LDB", "LDSA", "LDSB", "LDO"])
+@kernel(do_not_specialize=["M", "N", "K", "LDA", "LDB", "LDSA", "LDSB", "LDO"])
 def portable_kernel(
     a_ptr, sa_ptr, b_ptr, sb_ptr, bias_ptr, out_ptr, M, N, K, LDA, LDB, LDSA, LDSB, LDO,
     A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
