@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -16,7 +17,8 @@ from mxfp8_recipe.ab.batches import CheckedBatches, SamplingCorrection
 from mxfp8_recipe.ab.config import ABConfig
 from mxfp8_recipe.ab.data import load_dataset
 from mxfp8_recipe.ab.models import build_model
-from mxfp8_recipe.ab.results import ArmResult, TaskResult
+from mxfp8_recipe.ab.results import ArmResult, Blocks, SegmentBlocks, ShiftSources, TaskResult
+from mxfp8_recipe.ab.shift_sources import mean_gate_is_broken, shift_sources
 from mxfp8_recipe.ab.training import BaseRateOffset, Diverged, OnStep, Predictions, Trainer, loss_of
 from mxfp8_recipe.ab.types import Dataset
 from mxfp8_recipe.monitors.records import SameWeights
@@ -29,6 +31,7 @@ class Measured:
 
     result: ArmResult
     same_weights: SameWeights | None = None
+    shift_sources: tuple[ShiftSources, ...] = ()
 
 
 class Measurer:
@@ -57,13 +60,25 @@ class Measurer:
         self.heldout_rows = CheckedBatches(self.dataset, "heldout", config.batch_size)
         self._offset: BaseRateOffset | None = None
         self._example = next(iter(self.train_rows)).to(self.device)
-        with precision(self.device, autocast=True):
-            self.plan: Plan = plan_recipe(
-                self._initial_model(0), self.recipe, overrides=config.overrides, example_inputs=(self._example,)
-            )
+        self.plan: Plan = self._plan()
+
+    def for_recipe(self, recipe: str) -> Measurer:
+        """The same rows and models under another recipe without overrides; what is loaded is shared."""
+        other = copy.copy(self)
+        other.config = self.config.model_copy(update={"recipe": recipe, "overrides": {}})
+        other.recipe = load_recipe(recipe)
+        other.plan = other._plan()
+        return other
 
     def measure(self, seed: int, arm: Arm, on_step: OnStep) -> Measured:
-        """Train the arm from the seed's weights and evaluate it.
+        """`train`, and for the BF16 arm `compare`."""
+        model, result = self.train(seed, arm, on_step)
+        if arm.name != REFERENCE or model is None:
+            return Measured(result)
+        return Measured(result, *self.compare(model, seed))
+
+    def train(self, seed: int, arm: Arm, on_step: OnStep) -> tuple[nn.Module | None, ArmResult]:
+        """Train the arm from the seed's weights and evaluate it; the model comes back plain, or None if MXFP8 diverged.
 
         Args:
             seed: of the initial weights and of any dropout.
@@ -84,31 +99,40 @@ class Measurer:
         start = time.monotonic()
         model = initial_copy(self._started_model(seed), arm, seed)
         if arm.quantized:
-            self._apply(model)
+            self.apply(model)
         try:
             progressive, steps = trainer.train(model, arm, seed, self.train_rows, self.train_rows.rows)
         except Diverged as error:
             if arm.name != CANDIDATE:
                 raise
-            return Measured(self._divergence(arm, seed, str(error), time.monotonic() - start))
+            return None, self._divergence(arm, seed, str(error), time.monotonic() - start)
         trained = trainer.evaluate(model, arm, self.heldout_rows)
         if arm.quantized:
             revert(model)
         serves_as_trained = arm.autocast and not arm.quantized
         served = trained if serves_as_trained else trainer.evaluate(model, REFERENCE_ARM, self.heldout_rows)
-        same_weights = self._compare(model, seed) if arm.name == REFERENCE else None
         seconds = time.monotonic() - start
-        return Measured(self._result(arm, seed, steps, seconds, progressive, trained, served), same_weights)
+        return model, self._result(arm, seed, steps, seconds, progressive, trained, served)
 
     def _initial_model(self, seed: int) -> nn.Module:
         """The seed's model before any arm touches it, on the device."""
         torch.manual_seed(seed)
         return build_model(self.config.model, self.dataset.spec).to(self.device)
 
-    def _apply(self, model: nn.Module) -> None:
-        """The recipe, with edges and attention calls found from the first rows, in the precision that trains."""
+    def _plan(self) -> Plan:
         with precision(self.device, autocast=True):
-            apply_recipe(model, self.recipe, overrides=self.config.overrides, example_inputs=(self._example,))
+            return plan_recipe(
+                self._initial_model(0), self.recipe, overrides=self.config.overrides, example_inputs=(self._example,)
+            )
+
+    def apply(self, model: nn.Module, demoted: dict[str, str] | None = None) -> None:
+        """The recipe, with edges and attention calls found from the first rows, in the precision that trains.
+
+        `demoted` are overrides on top of the configured ones.
+        """
+        overrides = {**self.config.overrides, **(demoted or {})}
+        with precision(self.device, autocast=True):
+            apply_recipe(model, self.recipe, overrides=overrides, example_inputs=(self._example,))
 
     def _started_model(self, seed: int) -> nn.Module:
         """`_initial_model` that starts from the base rate."""
@@ -117,11 +141,11 @@ class Measurer:
         model.register_forward_hook(self._offset)
         return model
 
-    def _compare(self, model: nn.Module, seed: int) -> SameWeights:
-        """Same-weights comparison of the BF16-trained model with its quantized twin."""
+    def compare(self, model: nn.Module, seed: int) -> tuple[SameWeights, tuple[ShiftSources, ...]]:
+        """Compare the BF16-trained model with its quantized twin; where a mean shifts too far, seed 0 says whence."""
         twin = copy.deepcopy(model)
-        self._apply(twin)
-        return compare_same_weights(
+        self.apply(twin)
+        found = compare_same_weights(
             model,
             twin,
             (batch.to(self.device) for batch in self.heldout_rows),
@@ -131,6 +155,9 @@ class Measurer:
             loss=loss_of,
             judge=lambda logits, batch: (self.correction.logits(logits), self.correction.weights(batch)),
         )
+        if seed != 0 or not mean_gate_is_broken(found):
+            return found, ()
+        return found, shift_sources(self, model, twin, seed)
 
     def _result(
         self,
@@ -144,7 +171,7 @@ class Measurer:
     ) -> ArmResult:
         tasks = []
         for column, task in enumerate(self.dataset.spec.tasks):
-            trace = progressive.trace(column)
+            trace, sums = progressive.trace(column), served.row_sums(column)
             tasks.append(
                 TaskResult(
                     task=task,
@@ -154,6 +181,12 @@ class Measurer:
                     ne_windowed=trace[-1][1],
                     trace=trace,
                     curve=served.curve(column),
+                    blocks=_as_blocks(sums.blocks),
+                    segments=tuple(
+                        SegmentBlocks(segment=s, rows=x.rows, blocks=_as_blocks(x.blocks))
+                        for s, x in sums.segments.items()
+                    ),
+                    small_segments=sums.small,
                 )
             )
         return ArmResult(
@@ -179,3 +212,7 @@ class Measurer:
             seconds=seconds,
             diverged=message,
         )
+
+
+def _as_blocks(sums: np.ndarray) -> Blocks:
+    return tuple(tuple(row) for row in sums.tolist())

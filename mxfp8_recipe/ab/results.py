@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from pydantic import Field
 
 from mxfp8_recipe.ab.arms import CANDIDATE, PLACEBOS, REFERENCE
 from mxfp8_recipe.ab.config import difference
+from mxfp8_recipe.monitors.bootstrap import relative_ne_gap
+from mxfp8_recipe.monitors.equivalence import TaskGaps
 from mxfp8_recipe.monitors.records import Record, SameWeights
+from mxfp8_recipe.monitors.row_sums import gaps_of
 
 
 class ResumeError(ValueError):
@@ -38,6 +43,18 @@ class CurvePoint(Record):
     rows: int
 
 
+Blocks = tuple[tuple[float, float, float, float], ...]
+"""Sums of `EntropySums` by block of time."""
+
+
+class SegmentBlocks(Record):
+    """`row_sums.SegmentSums`, as a record."""
+
+    segment: int
+    rows: int
+    blocks: Blocks
+
+
 class TaskResult(Record):
     """One task of one arm.
 
@@ -48,6 +65,8 @@ class TaskResult(Record):
         ne_windowed: progressive NE over the last window.
         trace: (rows seen, NE of the window ending there), progressive.
         curve: calibration curve of `served`.
+        blocks: sums of `served` by block of time; segments: the same for each segment large enough to be judged alone.
+        small_segments: how many are not.
     """
 
     task: str
@@ -57,6 +76,34 @@ class TaskResult(Record):
     ne_windowed: float
     trace: tuple[tuple[int, float], ...]
     curve: tuple[CurvePoint, ...]
+    blocks: Blocks = ()
+    segments: tuple[SegmentBlocks, ...] = ()
+    small_segments: int = 0
+
+
+class ShiftSource(Record):
+    """What is left of a mean logit error when one layer stays in BF16.
+
+    `remaining` is the mean logit error of the recipe without the layer.
+    """
+
+    layer: str
+    remaining: float
+
+
+class ShiftSources(Record):
+    """Which layers a task's mean logit error comes from, by leaving out one at a time.
+
+    Attributes:
+        shift: mean logit error of the whole recipe over `rows` held-out rows.
+        layers: one for each quantized layer, the one that accounts for most first.
+    """
+
+    task: str
+    seed: int
+    rows: int
+    shift: float
+    layers: tuple[ShiftSource, ...]
 
 
 class ArmResult(Record):
@@ -90,6 +137,8 @@ class Results:
         self.directory = directory
         self.arms: dict[tuple[int, str], ArmResult] = {}
         self.same_weights: dict[int, SameWeights] = {}
+        self.shift_sources: tuple[ShiftSources, ...] = ()
+        self.looks: tuple[int, ...] = ()
 
     def complete_seeds(self) -> list[int]:
         """Seeds with both twins trained to the end, in order."""
@@ -124,6 +173,54 @@ class Results:
             if any((s, name) in self.arms for s in seeds)
         }
         return tuple(gap(s, CANDIDATE) for s in seeds), placebos
+
+    def task_gaps(self, task: str) -> TaskGaps:
+        """The gaps of a task with the row noise that seeds share, and the classes its rows hold."""
+        mxfp8, placebos = self.gaps(task)
+        seeds = self.complete_seeds()
+        if not seeds:
+            return TaskGaps(task=task, mxfp8=mxfp8, placebos=placebos)
+        base, other = (self._blocks(task, [(s, arm) for s in seeds]) for arm in (REFERENCE, CANDIDATE))
+        rows = self.arms[seeds[0], REFERENCE].task(task).served.rows
+        return replace(gaps_of(task, base, other, placebos, rows=rows), mxfp8=mxfp8)
+
+    def segment_gaps(self, task: str) -> tuple[TaskGaps, ...]:
+        """The gaps of each segment large enough to be judged alone."""
+        seeds = self.complete_seeds()
+        found = self.arms[seeds[0], REFERENCE].task(task).segments if seeds else ()
+        gaps = []
+        for index, segment in enumerate(found):
+            base, other = (self._blocks(task, [(s, arm) for s in seeds], index) for arm in (REFERENCE, CANDIDATE))
+            placebos = {}
+            for name in PLACEBOS:
+                pairs = [(s, name) for s in seeds if (s, name) in self.arms]
+                if pairs:
+                    harmless = np.stack(self._blocks(task, pairs, index)).sum(1)
+                    own = np.stack(self._blocks(task, [(s, REFERENCE) for s, _ in pairs], index)).sum(1)
+                    placebos[name] = tuple(relative_ne_gap(own, harmless).tolist())
+            label = f"segment {segment.segment}"
+            gaps.append(gaps_of(task, base, other, placebos, segment=label, rows=segment.rows))
+        return tuple(gaps)
+
+    def small_segments(self, task: str) -> int:
+        seeds = self.complete_seeds()
+        return self.arms[seeds[0], REFERENCE].task(task).small_segments if seeds else 0
+
+    def _blocks(self, task: str, keys: list[tuple[int, str]], segment: int | None = None) -> list[np.ndarray]:
+        """Block sums of each (seed, arm), of all rows or of the segment at an index."""
+        tasks = [self.arms[key].task(task) for key in keys]
+        return [np.asarray(t.blocks if segment is None else t.segments[segment].blocks) for t in tasks]
+
+    def keep_look(self) -> None:
+        """Note that the seeds at hand were judged; a later judgment of more seeds has that much less level left."""
+        seeds = len(self.complete_seeds())
+        if seeds > 1 and seeds not in self.looks:
+            self.looks = tuple(sorted((*self.looks, seeds)))
+            _replace(self.directory / "looks.json", json.dumps(self.looks))
+
+    def keep_shift_sources(self, found: tuple[ShiftSources, ...]) -> None:
+        self.shift_sources = found
+        _replace(self.directory / "shift_sources.json", json.dumps([f.model_dump(mode="json") for f in found]))
 
     def keep(self, result: ArmResult) -> None:
         self.arms[result.seed, result.arm] = result
@@ -166,6 +263,10 @@ class Results:
             )
 
     def _load(self, seeds: int) -> None:
+        looks, sources = self.directory / "looks.json", self.directory / "shift_sources.json"
+        self.looks = tuple(json.loads(looks.read_text())) if looks.is_file() else ()
+        found = json.loads(sources.read_text()) if sources.is_file() else []
+        self.shift_sources = tuple(ShiftSources.model_validate(f) for f in found)
         for path in sorted((self.directory / "results").glob("seed*.json")):
             if path.stem.endswith("same_weights"):
                 measured = _read(path, SameWeights)
@@ -177,7 +278,7 @@ class Results:
                     self.arms[result.seed, result.arm] = result
 
     def _write(self, name: str, record: Record) -> None:
-        _replace(self.directory / "results" / name, record.model_dump_json(indent=1))
+        _replace(self.directory / "results" / name, record.model_dump_json())
 
 
 _R = TypeVar("_R", bound=Record)
@@ -198,7 +299,8 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _set_aside(directory: Path) -> None:
-    found = [directory / name for name in ("config.json", "results", "report.json", "report.html")]
+    names = ("config.json", "results", "report.json", "report.html", "looks.json", "shift_sources.json")
+    found = [directory / name for name in names]
     found = [path for path in found if path.exists()]
     if not found:
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from mxfp8_recipe.ab.results import Results
 from mxfp8_recipe.ab.types import Dataset
 from mxfp8_recipe.ab.workers import Unit, measure_here, measure_in_processes
 from mxfp8_recipe.config import BF16, KIND_PRECISION
-from mxfp8_recipe.monitors.verdict import Decision, Evidence, TaskGaps, decide
+from mxfp8_recipe.monitors.verdict import Decision, Evidence, decide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +66,14 @@ class Runner:
         except KeyboardInterrupt:
             done = len(self.results.complete_seeds())
             interrupted = f"interrupted: {done} of {self.config.seeds} seeds have both twins; --resume continues"
+        decision = decide(self._evidence(interrupted), budget=self.config.ne_budget)
+        self.results.keep_look()
         return ABRun(
             config=self.config,
             dataset=self.measurer.dataset,
             plan=self.measurer.plan,
             results=self.results,
-            decision=decide(self._evidence(interrupted), budget=self.config.ne_budget),
+            decision=decision,
             seconds=time.monotonic() - start,
         )
 
@@ -93,6 +95,8 @@ class Runner:
             for measured in finished:
                 if measured.same_weights is not None:
                     self.results.keep_same_weights(measured.same_weights)
+                if measured.shift_sources:
+                    self.results.keep_shift_sources(measured.shift_sources)
                 result = measured.result
                 self.results.keep(result)
                 unit = (result.seed, result.arm)
@@ -113,21 +117,7 @@ class Runner:
         ]
 
     def _evidence(self, interrupted: str) -> Evidence:
-        gaps = []
-        for task in self.measurer.dataset.spec.tasks:
-            mxfp8, placebos = self.results.gaps(task)
-            gaps.append(TaskGaps(task=task, mxfp8=mxfp8, placebos=placebos))
-        finished = self.results.of(REFERENCE)
-        return Evidence(
-            gaps=tuple(gaps),
-            same_weights=tuple(self.results.same_weights[s] for s in sorted(self.results.same_weights)),
-            rows=finished[0].train_rows + finished[0].heldout_rows if finished else 0,
-            identical=self.results.identical(),
-            quantizes=bool(self.measurer.plan.converted),
-            identity=all(self.measurer.recipe.precision(kind) == BF16 for kind in KIND_PRECISION),
-            interrupted=interrupted,
-            diverged=tuple(self.results.divergences()),
-        )
+        return evidence_of(self.results, self.measurer.dataset.spec.tasks, self.measurer, interrupted=interrupted)
 
     @contextmanager
     def _progress(self) -> Iterator[Progress]:
@@ -140,3 +130,21 @@ class Runner:
         )
         with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as progress:
             yield progress
+
+
+def evidence_of(results: Results, tasks: Sequence[str], measurer: Measurer, *, interrupted: str = "") -> Evidence:
+    """What the results so far give a verdict to look at; `measurer` knows the recipe and what it converts."""
+    finished = results.of(REFERENCE)
+    return Evidence(
+        gaps=tuple(results.task_gaps(task) for task in tasks),
+        same_weights=tuple(results.same_weights[s] for s in sorted(results.same_weights)),
+        rows=finished[0].train_rows + finished[0].heldout_rows if finished else 0,
+        segments=tuple(gaps for task in tasks for gaps in results.segment_gaps(task)),
+        small_segments=max((results.small_segments(task) for task in tasks), default=0),
+        looks=results.looks,
+        identical=results.identical(),
+        quantizes=bool(measurer.plan.converted),
+        identity=all(measurer.recipe.precision(kind) == BF16 for kind in KIND_PRECISION),
+        interrupted=interrupted,
+        diverged=tuple(results.divergences()),
+    )

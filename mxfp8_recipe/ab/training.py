@@ -16,6 +16,7 @@ from mxfp8_recipe.ab.results import CurvePoint, Metrics
 from mxfp8_recipe.ab.types import Batch
 from mxfp8_recipe.monitors import metrics
 from mxfp8_recipe.monitors.metrics import DEFAULT_WINDOW_ROWS, EntropySums
+from mxfp8_recipe.monitors.row_sums import RowSums
 
 EMBEDDING_LEARNING_RATE = 10.0
 """Adagrad's learning rate for embedding tables, relative to Adam's for everything else."""
@@ -98,11 +99,14 @@ class Predictions:
     logits: list[Tensor] = field(default_factory=list)
     labels: list[Tensor] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
+    segments: list[Tensor] = field(default_factory=list)
 
     def add(self, logits: Tensor, batch: Batch, correction: SamplingCorrection) -> None:
         self.logits.append(correction.logits(logits).cpu())
         self.labels.append(batch.labels.cpu())
         self.weights.append(correction.weights(batch).cpu())
+        if batch.segments is not None:
+            self.segments.append(batch.segments.cpu())
 
     @property
     def digest(self) -> str:
@@ -128,6 +132,12 @@ class Predictions:
             log_loss=float(sums.log_loss),
             auc=float(metrics.auc(p, y, w)),
         )
+
+    def row_sums(self, task: int) -> RowSums:
+        """Sums by block of time, of all rows and of each segment; rows come in time order."""
+        p, y, w = self.columns(task)
+        segments = torch.cat(self.segments).numpy() if self.segments else None
+        return RowSums.of(EntropySums.terms(p, y, w).T.numpy(), w.numpy(), segments)
 
     def curve(self, task: int) -> tuple[CurvePoint, ...]:
         points = metrics.calibration_curve(*self.columns(task), bins=12)

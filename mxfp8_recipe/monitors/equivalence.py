@@ -35,6 +35,7 @@ class TaskGaps:
         mxfp8: gaps of the candidate.
         placebos: a placebo's name to its gaps, over the same seeds.
         shared_row_variance: variance of the mean gap over rows that all seeds share (`bootstrap.RowNoise.shared`).
+        row_blocks: blocks that variance was estimated from.
         segment: the segment these gaps are of; empty for all rows.
         rows, positives, negatives: of the rows judged, by count and by weight of each class; None where unknown.
     """
@@ -43,6 +44,7 @@ class TaskGaps:
     mxfp8: tuple[float, ...]
     placebos: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     shared_row_variance: float = 0.0
+    row_blocks: int = BLOCKS
     segment: str = ""
     rows: int | None = None
     positives: float | None = None
@@ -132,6 +134,7 @@ class _Spread:
     placebo: float
     placebos: int
     shared: float
+    row_blocks: int
 
     @classmethod
     def of(cls, gaps: TaskGaps) -> _Spread:
@@ -140,14 +143,21 @@ class _Spread:
         own = math.sqrt(math.fsum((g - mean) ** 2 for g in gaps.mxfp8) / (n - 1)) if n > 1 else 0.0
         harmless = [g for values in gaps.placebos.values() for g in values]
         placebo = math.sqrt(math.fsum(g * g for g in harmless) / len(harmless)) if harmless else 0.0
-        return cls(own, placebo, len(gaps.placebos), gaps.shared_row_variance)
+        return cls(own, placebo, len(gaps.placebos), gaps.shared_row_variance, gaps.row_blocks)
 
     def errors(self, seeds: int) -> Iterator[_Error]:
         """Of the mean of that many seeds' gaps, at least two, by each model."""
-        yield _combined(self.own**2 / seeds, seeds - 1, self.shared)
+        yield self._with_rows(self.own**2 / seeds, seeds - 1)
         if self.placebos:
             df = self.placebos * seeds / (1 + (self.placebos - 1) / 4)
-            yield _combined(self.placebo**2 / seeds, df, self.shared)
+            yield self._with_rows(self.placebo**2 / seeds, df)
+
+    def _with_rows(self, variance: float, df: float) -> _Error:
+        """Welch and Satterthwaite: degrees of freedom of a sum of two independent variance estimates."""
+        total = variance + self.shared
+        if not total > 0 or self.shared == 0:
+            return _Error(math.sqrt(total), df)
+        return _Error(math.sqrt(total), total**2 / (variance**2 / df + self.shared**2 / max(self.row_blocks - 1, 1)))
 
     def half_width(self, seeds: int, *probabilities: float) -> float:
         """The wider model's; infinite for one seed."""
@@ -158,14 +168,6 @@ class _Spread:
 
 def _nan_last(value: float) -> float:
     return math.inf if math.isnan(value) else value
-
-
-def _combined(variance: float, df: float, shared: float) -> _Error:
-    """Welch and Satterthwaite: degrees of freedom of a sum of two independent variance estimates."""
-    total = variance + shared
-    if not total > 0 or shared == 0:
-        return _Error(math.sqrt(total), df)
-    return _Error(math.sqrt(total), total**2 / (variance**2 / df + shared**2 / (BLOCKS - 1)))
 
 
 def seed_interval(gaps: TaskGaps, looks: Sequence[int] = ()) -> Interval:
