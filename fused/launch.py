@@ -7,6 +7,7 @@ last and two runs launch the same code.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -187,10 +188,20 @@ def plan_emission(
     pad_tokens: int,
 ) -> Emission:
     """Allocate what `quantize_both` returns for a (rows, cols) matrix and describe it to a kernel."""
-    device = like.device
-    outputs = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(4)]  # an op's outputs may not alias
+    stride_t, flags, shapes, words = _emission_layout(rows, cols, rowwise, colwise, swizzled, pad_tokens)
+    outputs, device = [], like.device
+    for shape in shapes:  # an op's outputs may not alias, so what nobody asked for is empty anew
+        outputs.append(torch.empty(shape, dtype=torch.uint8, device=device))
+    pointers = tuple(out if word is None else out.view(word) for out, word in zip(outputs, words))
+    return Emission(tuple(outputs), pointers, dict(flags), stride_t, cols)  # pyright: ignore[reportArgumentType]
+
+
+@lru_cache(maxsize=4096)
+def _emission_layout(
+    rows: int, cols: int, rowwise: QuantSpec | None, colwise: QuantSpec | None, swizzled: bool, pad_tokens: int
+) -> tuple[int, dict[str, Any], tuple[tuple[int, ...], ...], tuple[torch.dtype | None, ...]]:
+    """Bytes a row of transposed qdata takes, flags, and of the four outputs shapes and the words kernels see."""
     stride_t = padded_tokens(rows, pad_tokens)
-    pointers = list(outputs)
     whole = stride_t % 4 == 0
     flags: dict[str, Any] = {
         **_orientation("R", None if rowwise is None else (*rowwise.tile,), rowwise),
@@ -200,17 +211,16 @@ def plan_emission(
         "T_ALIGN": 16 if stride_t % 16 == 0 else 4 if whole else 1,
         "SWIZZLED": swizzled,
     }
+    shapes: list[tuple[int, ...]] = [(0,)] * 4
+    words: list[torch.dtype | None] = [None] * 4
     if rowwise is not None:
-        outputs[0] = torch.empty(rows, cols, dtype=torch.uint8, device=device)
-        pointers[0] = outputs[0].view(torch.int16)
-        outputs[1] = _empty_scale(rows, cols // 32, swizzled, device)
-        pointers[1] = _as_words(outputs[1], swizzled or flags["R_ALIGNED"])
+        shapes[:2] = (rows, cols), _scale_shape(rows, cols // 32, swizzled)
+        words[:2] = torch.int16, torch.int32 if swizzled or flags["R_ALIGNED"] else None
     if colwise is not None:
-        outputs[2] = torch.empty(cols, stride_t, dtype=torch.uint8, device=device)
-        pointers[2] = _as_words(outputs[2], whole)
-        outputs[3] = _empty_scale(cols, -(-stride_t // 32), swizzled, device)
-        pointers[3] = _as_words(outputs[3], swizzled or flags["C_ALIGNED"])
-    return Emission(tuple(outputs), tuple(pointers), flags, stride_t, cols)  # pyright: ignore[reportArgumentType]
+        shapes[2:] = (cols, stride_t), _scale_shape(cols, -(-stride_t // 32), swizzled)
+        words[2:] = torch.int32 if whole else None, torch.int32 if swizzled or flags["C_ALIGNED"] else None
+    words = [word if all(shape) else None for word, shape in zip(words, shapes)]
+    return stride_t, flags, tuple(shapes), tuple(words)
 
 
 def padded_tokens(rows: int, pad_tokens: int) -> int:
@@ -269,11 +279,5 @@ def _orientation(prefix: str, tile: tuple[int, int] | None, spec: QuantSpec | No
     }
 
 
-def _empty_scale(rows: int, blocks: int, swizzled: bool, device: torch.device) -> Tensor:
-    if swizzled:
-        return torch.empty(swizzled_numel(rows, blocks), dtype=torch.uint8, device=device)
-    return torch.empty(rows, blocks, dtype=torch.uint8, device=device)
-
-
-def _as_words(x: Tensor, words: bool) -> Tensor:
-    return x.view(-1).view(torch.int32) if words else x
+def _scale_shape(rows: int, blocks: int, swizzled: bool) -> tuple[int, ...]:
+    return (swizzled_numel(rows, blocks),) if swizzled else (rows, blocks)
