@@ -389,6 +389,19 @@ def store_col_scale(lo, hi, row0, col0, MT, K, st_ptr, SWIZZLED: tl.constexpr, A
 
 
 @triton.jit
+def sum_tokens(w0, w1, w2, w3, line_ptr, col0, K, DTYPE: tl.constexpr):
+    """Store the sums over the 128 tokens of four (32, 64) subtiles of words."""
+    l0, h0 = unpack(w0, DTYPE)
+    l1, h1 = unpack(w1, DTYPE)
+    l2, h2 = unpack(w2, DTYPE)
+    l3, h3 = unpack(w3, DTYPE)
+    lo = tl.sum((l0 + l1) + (l2 + l3), axis=0)
+    hi = tl.sum((h0 + h1) + (h2 + h3), axis=0)
+    cols = tl.arange(0, 128)
+    tl.store(line_ptr + col0 + cols, tl.reshape(tl.join(lo, hi), (128,)), mask=col0 + cols < K)
+
+
+@triton.jit
 def scaled_row(w, inv, DTYPE: tl.constexpr, E5: tl.constexpr):
     lo, hi = unpack(w, DTYPE)
     return fp8_pair(lo * inv, hi * inv, E5)

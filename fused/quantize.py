@@ -28,7 +28,9 @@ from ._device import (
     scale_byte,
     software_fp8,
     store_scale,
+    sum_tokens,
 )
+from ._row_stats import sum_strips
 from .jit import kernel
 from .launch import DTYPES, Emission, dense_rows, plan_emission, words
 from .reference_ops import Quantized, check_matrix
@@ -55,7 +57,7 @@ def quantize_rows_kernel(
 
 @kernel(do_not_specialize=SCALARS)
 def quantize_tile_kernel(
-    x_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, M, K8, LD8, MT, DTYPE: tl.constexpr,
+    x_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, partial_ptr, M, K8, LD8, MT, SUM: tl.constexpr, DTYPE: tl.constexpr,
     R_BR: tl.constexpr, R_BC: tl.constexpr, R_E5: tl.constexpr, R_FLOOR: tl.constexpr, R_ALIGNED: tl.constexpr,
     C_BR: tl.constexpr, C_BC: tl.constexpr, C_E5: tl.constexpr, C_FLOOR: tl.constexpr, C_ALIGNED: tl.constexpr,
     T_ALIGN: tl.constexpr, SWIZZLED: tl.constexpr, REPS: tl.constexpr,
@@ -68,6 +70,8 @@ def quantize_tile_kernel(
     w1 = load_words(x_ptr, row_index(1, REPS), row0, col0, M, K2, LD8 * 4, 64)
     w2 = load_words(x_ptr, row_index(2, REPS), row0, col0, M, K2, LD8 * 4, 64)
     w3 = load_words(x_ptr, row_index(3, REPS), row0, col0, M, K2, LD8 * 4, 64)
+    if SUM:
+        sum_tokens(w0, w1, w2, w3, partial_ptr + row0 // 128 * (K8 * 8), col0, K2 * 2, DTYPE)
     emit_tile(
         w0, w1, w2, w3, row0, col0, M, K2, MT, q_ptr, s_ptr, qt_ptr, st_ptr, DTYPE,
         R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN, SWIZZLED, REPS,
@@ -189,6 +193,44 @@ def quantize_both(
         ValueError: also for K not a multiple of 32.
     """
     check_matrix("quantize_both", "x", x)
+    return _quantize(x, rowwise, colwise, seed, stream, swizzled, pad_tokens, None)
+
+
+def quantize_and_sum(
+    x: Tensor,
+    rowwise: QuantSpec | None,
+    colwise: QuantSpec | None,
+    seed: Tensor | None = None,
+    stream: int = 0,
+    *,
+    swizzled: bool = False,
+    pad_tokens: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`reference_ops.quantize_and_sum` on the GPU: same bits of MXFP8.
+
+    Where a kernel holds tiles of 128 tokens the sums come from its read: inside a strip first, then over the strips.
+    """
+    check_matrix("quantize_and_sum", "x", x)
+    rows, cols = x.shape
+    if not rows or not cols or not launch.one_pass(rowwise) or colwise is None or not launch.one_pass(colwise):
+        quantized = _quantize(x, rowwise, colwise, seed, stream, swizzled, pad_tokens, None)
+        return *quantized, x.sum(0, dtype=torch.float32)
+    partial = torch.empty(-(-rows // launch.TOKENS), cols, dtype=torch.float32, device=x.device)
+    quantized = _quantize(x, rowwise, colwise, seed, stream, swizzled, pad_tokens, partial)
+    return *quantized, sum_strips(partial)
+
+
+def _quantize(
+    x: Tensor,
+    rowwise: QuantSpec | None,
+    colwise: QuantSpec | None,
+    seed: Tensor | None,
+    stream: int,
+    swizzled: bool,
+    pad_tokens: int,
+    partial: Tensor | None,
+) -> Quantized:
+    """`partial`: room for the sums over the tokens of each strip, (strips, K) fp32, for specs of one pass."""
     launch.check_features("quantize_both", x.shape[1])
     x = dense_rows(x)
     rows, cols = x.shape
@@ -201,11 +243,11 @@ def quantize_both(
     if later_col is not None:
         _quantize_general(x, later_col, plan, True, seed, stream)
     if now_row is not None or now_col is not None:
-        _quantize_nearest(x, plan, now_row is not None, now_col is not None)
+        _quantize_nearest(x, plan, now_row is not None, now_col is not None, partial)
     return plan.outputs
 
 
-def _quantize_nearest(x: Tensor, plan: Emission, rowwise: bool, colwise: bool) -> None:
+def _quantize_nearest(x: Tensor, plan: Emission, rowwise: bool, colwise: bool, partial: Tensor | None) -> None:
     rows, cols = x.shape
     flags = dict(plan.flags)
     if not rowwise:
@@ -224,8 +266,9 @@ def _quantize_nearest(x: Tensor, plan: Emission, rowwise: bool, colwise: bool) -
     tile = launch.quantize_tile_config(flags["R_BR"] != 1)
     grid = (-(-rows // launch.TOKENS) * -(-cols // 128),)
     quantize_tile_kernel[grid](
-        words(x), *plan.pointers, rows, cols // 8, x.stride(0) // 8, plan.stride_t, DTYPE=DTYPES[x.dtype],
-        **flags, REPS=tile.reps(x.element_size()), num_warps=tile.warps, **tile.options,
+        words(x), *plan.pointers, x if partial is None else partial, rows, cols // 8, x.stride(0) // 8, plan.stride_t,
+        SUM=partial is not None, DTYPE=DTYPES[x.dtype], **flags, REPS=tile.reps(x.element_size()),
+        num_warps=tile.warps, **tile.options,
     )  # fmt: skip
 
 

@@ -70,6 +70,24 @@ def quantize_both(
     return outputs[0], outputs[1], outputs[2], outputs[3]
 
 
+def quantize_and_sum(
+    x: Tensor,
+    rowwise: QuantSpec | None,
+    colwise: QuantSpec | None,
+    seed: Tensor | None = None,
+    stream: int = 0,
+    *,
+    swizzled: bool = False,
+    pad_tokens: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`quantize_both`, and the (K,) fp32 sums of x over the tokens: a gradient and what it gives its bias.
+
+    The order of summation is the backend's own, always the same for a shape; here it is that of torch's `sum`.
+    """
+    quantized = quantize_both(x, rowwise, colwise, seed, stream, swizzled=swizzled, pad_tokens=pad_tokens)
+    return *quantized, x.sum(0, dtype=torch.float32)
+
+
 def norm_quantize(
     x: Tensor,
     residual: Tensor | None,

@@ -78,6 +78,17 @@ def check_quantize(x: Tensor, rowwise, colwise, **options) -> None:
     assert x.numel() == 0 or any(t.any() for t in actual[::2]) or not x.any(), "nothing was quantized"
 
 
+def check_sum(x: Tensor, rowwise, colwise, **options) -> None:
+    """`quantize_and_sum` equals `quantize_both` to the bit; its sums are within the error of fp32, and repeat."""
+    with poisoned():
+        *actual, total = quantize.quantize_and_sum(x, rowwise, colwise, **options)
+        again = quantize.quantize_and_sum(x, rowwise, colwise, **options)[4]
+    same_bits(quantize.quantize_both(x, rowwise, colwise, **options), actual, rowwise, colwise, f"sum {tuple(x.shape)}")
+    assert torch.equal(total, again), "the sums depend on more than their input"
+    bound = x.double().abs().sum(0) * 2.0**-20
+    assert ((total.double() - x.double().sum(0)).abs() <= bound).all(), f"sum {tuple(x.shape)} {rowwise} {colwise}"
+
+
 def within_one_ulp(expected: Tensor, actual: Tensor, fraction: float, what: str, absolute: float = 0.0) -> None:
     """At most `fraction` of the elements differ, none by more than one unit in the last place or `absolute`."""
     assert expected.shape == actual.shape, what
@@ -198,6 +209,12 @@ def quantize_checks(device: str) -> Iterator[Callable[[], None]]:
     for rows, cols in ((0, 64), (1, 32), (4, 32), (128, 128), (132, 288)):
         yield check(rows, cols, BF16, NATURAL, NATURAL)
         yield check(rows, cols, BF16, SQUARE, SQUARE, swizzled=True, pad_tokens=32)
+    for rows, cols, dtype, row, col in (
+        (300, 160, BF16, HOPPER, HOPPER), (130, 96, FP32, None, SQUARE), (16, 64, BF16, NATURAL, None),
+        (0, 64, BF16, SQUARE, SQUARE),
+    ):  # fmt: skip
+        x = values(rows, cols, dtype, device, specials=False)
+        yield lambda x=x, row=row, col=col: check_sum(x, row, col)
     strided = values(96, 70, BF16, device).t().contiguous().t()[:, 3:67]
     yield lambda: check_quantize(strided, NATURAL, HOPPER)
     if device == "cuda":

@@ -103,7 +103,7 @@ class Quantizations(TorchDispatchMode):
         self.count = self.reads = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.mxfp8_recipe.quantize.default:
+        if func in (torch.ops.mxfp8_recipe.quantize.default, torch.ops.mxfp8_recipe.quantize_and_sum.default):
             self.count += sum(bool(spec) for spec in args[1:3])
             self.reads += 1
         return func(*args, **(kwargs or {}))

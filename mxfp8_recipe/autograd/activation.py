@@ -98,7 +98,7 @@ class ActivationLinearFunction(torch.autograd.Function):
         x, gate, w, w_scale, seed = ctx.saved_tensors
         config: LinearConfig = ctx.config
         needs_x, needs_gate, needs_weight, needs_bias = ctx.needs_input_grad[:4]
-        grad, grad_q, total = receive(ctx, grad_output, needs_x or needs_gate, needs_weight, seed, config)
+        grad, grad_q, total = receive(ctx, grad_output, needs_x or needs_gate, needs_weight, needs_bias, seed, config)
         grad_bias = bias_grad(grad, total, ctx.bias_dtype) if needs_bias else None
         grad_x = grad_gate = grad_weight = None
         y_t: tuple[Tensor | None, Tensor | None] = (None, None)

@@ -145,7 +145,7 @@ def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     x, x_scale, w, w_scale, seed = ctx.saved_tensors
     config: LinearConfig = ctx.config
     needs_input, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 5, 6))
-    grad, grad_q, total = receive(ctx, grad_output, needs_input, needs_weight, seed, config)
+    grad, grad_q, total = receive(ctx, grad_output, needs_input, needs_weight, needs_bias, seed, config)
     grad_input = grad_weight = None
     if needs_input:
         grad_input = shaped(dgrad(grad, grad_q, w, w_scale, config), ctx.input_shape).to(ctx.input_dtype)
@@ -178,12 +178,15 @@ def quantize_weight(weight: Tensor, needs_input: bool, seed: Tensor | None, conf
 
 
 def quantize_grad(
-    grad: Tensor, needs_input: bool, needs_weight: bool, seed: Tensor | None, config: LinearConfig
-) -> Quantized:
-    """grad_output for the GEMMs of backward that will run."""
+    grad: Tensor, needs_input: bool, needs_weight: bool, needs_bias: bool, seed: Tensor | None, config: LinearConfig
+) -> tuple[Quantized, Tensor | None]:
+    """grad_output for the GEMMs of backward that will run, and its sums over the tokens where one read gives both."""
     rowwise = config.dgrad[0] if needs_input else ""
     colwise = config.wgrad[0] if needs_weight else ""
-    return quantize(grad, rowwise, colwise, seed, GRAD_STREAM, config.backend)
+    if needs_bias and (rowwise or colwise):
+        *grad_q, total = backends.quantize_and_sum(grad, rowwise, colwise, seed, GRAD_STREAM, config.backend)
+        return tuple(grad_q), total
+    return quantize(grad, rowwise, colwise, seed, GRAD_STREAM, config.backend), None
 
 
 def wanted_gradient(
@@ -201,6 +204,7 @@ def receive(
     grad_output: Tensor,
     needs_input: bool,
     needs_weight: bool,
+    needs_bias: bool,
     seed: Tensor | None,
     config: LinearConfig,
 ) -> tuple[Tensor, Quantized, Tensor | None]:
@@ -214,7 +218,7 @@ def receive(
             return grad_output, parcel.quantized, parcel.column_sum
         grad_output = grad_output.high()
     grad = rows(grad_output)
-    return grad, quantize_grad(grad, needs_input, needs_weight, seed, config), None
+    return grad, *quantize_grad(grad, needs_input, needs_weight, needs_bias, seed, config)
 
 
 def kept(high: Tensor, quantized: Quantized, spec: str) -> tuple[Tensor | None, Tensor | None]:

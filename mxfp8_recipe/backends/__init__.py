@@ -1,6 +1,6 @@
 """Which callable runs each op on each backend, and the torch custom ops in front of them."""
 
-from .gemm import gemm, matmul, quantize
+from .gemm import gemm, matmul, quantize, quantize_and_sum
 from .library import decode, define
 from .producers import activation_backward, activation_quantize, norm_backward, norm_quantize
 from .table import BACKENDS, BackendStatus, describe, has, ops, resolve, select
@@ -20,6 +20,7 @@ __all__ = [
     "norm_quantize",
     "ops",
     "quantize",
+    "quantize_and_sum",
     "resolve",
     "select",
 ]

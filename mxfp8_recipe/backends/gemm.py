@@ -41,6 +41,27 @@ quantize = define(
 )
 
 
+def _quantize_and_sum(
+    x: Tensor, rowwise: str, colwise: str, seed: Tensor | None, stream: int, backend: str
+) -> tuple[Tensor, ...]:
+    run = resolve("quantize_and_sum", backend, x.device)
+    return run(x, decode(rowwise), decode(colwise), seed=seed, stream=stream)
+
+
+def _quantize_and_sum_fake(
+    x: Tensor, rowwise: str, colwise: str, seed: Tensor | None, stream: int, backend: str
+) -> tuple[Tensor, ...]:
+    return *fake_quantized(x, rowwise, colwise), x.new_empty(x.shape[1], dtype=torch.float32)
+
+
+quantize_and_sum = define(
+    "quantize_and_sum(Tensor x, str rowwise, str colwise, Tensor? seed, int stream, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _quantize_and_sum,
+    _quantize_and_sum_fake,
+)
+
+
 def _gemm(
     a: Tensor,
     a_scale: Tensor,

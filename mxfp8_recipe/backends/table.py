@@ -21,7 +21,8 @@ from ..fused.attention import reference as attention
 
 BACKENDS = ("reference", "triton", "hopper", "blackwell")
 CORE_OPS = (
-    "quantize", "norm_quantize", "norm_backward", "activation_quantize", "activation_backward", "gemm", "matmul",
+    "quantize", "quantize_and_sum", "norm_quantize", "norm_backward", "activation_quantize", "activation_backward",
+    "gemm", "matmul",
 )  # fmt: skip
 """Ops a device's own backend must have before it is selected."""
 
@@ -39,6 +40,7 @@ class Kernel:
 
 _MEMORY_BOUND: dict[str, Kernel] = {
     "quantize": Kernel("quantize", "quantize_both"),
+    "quantize_and_sum": Kernel("quantize", "quantize_and_sum"),
     "norm_quantize": Kernel("norm_quantize", "norm_quantize"),
     "norm_backward": Kernel("norm_backward", "norm_backward"),
     "activation_quantize": Kernel("activation_quantize", "activation_quantize"),
@@ -47,6 +49,7 @@ _MEMORY_BOUND: dict[str, Kernel] = {
 
 _TABLE: dict[tuple[str, str], Callable[..., Any] | Kernel] = {
     ("quantize", "reference"): reference_ops.quantize_both,
+    ("quantize_and_sum", "reference"): reference_ops.quantize_and_sum,
     ("norm_quantize", "reference"): reference_ops.norm_quantize,
     ("norm_backward", "reference"): reference_ops.norm_backward,
     ("activation_quantize", "reference"): reference_ops.activation_quantize,
