@@ -1,4 +1,4 @@
-"""The command line: `mxfp8 ab | plan | doctor`.
+"""The command line: `mxfp8 ab | plan | doctor | bench`.
 
 Each command imports what it needs when it runs, so that `mxfp8 doctor` works on a machine where nothing else does.
 Exit codes: 0 done (for `ab`: pass), 1 `ab` says fail, 3 `ab` says inconclusive, 2 a mistake in what was asked,
@@ -27,6 +27,23 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(version("mxfp8-recipe"))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """MXFP8 training for any torch model, and the checks that decide whether it may ship."""
 
 
 class UsageError(Exception):
@@ -104,6 +121,28 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findi
         typer.echo(json.dumps(checks.as_dicts(findings), indent=2))
     else:
         checks.print_findings(findings, Console())
+
+
+@app.command("bench")
+def bench(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[BENCH]",
+            help="quantize, norm_quantize, activation_quantize, gemm, linear, norm_linear or block; all without it.",
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Append the results here, a JSON object a line.")] = Path("bench.jsonl"),
+    commit: Annotated[str | None, typer.Option(help="Commit to record, where git is missing.")] = None,
+) -> None:
+    """Time the kernels, the GEMMs and the layers made of them on this GPU, beside BF16 and the copy bandwidth."""
+    from mxfp8_recipe.bench import run_benchmarks
+
+    try:
+        code = run_benchmarks(name, out, commit)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    raise typer.Exit(code)
 
 
 def _build(target: str) -> tuple[Any, Any]:
