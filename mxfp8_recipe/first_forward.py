@@ -9,8 +9,8 @@ precision from the start: the recorder replaces the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from typing import Any
 
@@ -45,6 +45,19 @@ def stop_waiting(model: nn.Module) -> None:
         model._forward_hooks_always_called.pop(key, None)
     for key in (_STRICT, _FOUND, _WENT_BACK):
         model.__dict__.pop(key, None)
+
+
+@contextmanager
+def not_waiting(model: nn.Module) -> Iterator[None]:
+    """In the block no forward of `model`, or of a part of it, is taken for the one to record."""
+    waiting = [m for m in model.modules() if _begin in m._forward_pre_hooks.values() and _RUNNING not in m.__dict__]
+    for module in waiting:
+        module.__dict__[_RUNNING] = (None, None, None, None)
+    try:
+        yield
+    finally:
+        for module in waiting:
+            module.__dict__.pop(_RUNNING, None)
 
 
 def _begin(model: nn.Module, args: Any) -> None:

@@ -104,6 +104,7 @@ class Plan:
         recorded: where the edges come from: `example_inputs`, `first forward`, or `""` for no recording yet.
         overrides: the user's, which also decide for attention calls a later recording finds.
         awaited: patterns among them that matched nothing yet and may name such a call.
+        demoted: layers taken back to BF16 since, with the reason.
     """
 
     recipe: Recipe
@@ -115,6 +116,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     overrides: Mapping[str, Override] = field(default_factory=dict)
     awaited: tuple[str, ...] = ()
+    demoted: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def converted(self) -> tuple[LayerPlan, ...]:
@@ -140,7 +142,7 @@ class Plan:
             if edge.fused and edge.kind in ("gated", "function"):
                 layers[edge.producer] = f"{layers.get(edge.producer, '')}; {edge.kind} into {edge.consumers[0]}"
         digest = hashlib.sha256(json.dumps(layers, sort_keys=True).encode()).hexdigest()
-        return {"recipe": self.recipe.name, "digest": digest, "layers": layers}
+        return {"recipe": self.recipe.name, "digest": digest, "layers": layers, "demoted": dict(self.demoted)}
 
     def linear_share(self) -> float:
         """Share of the linear layers' FLOPs (at the recorded tokens) whose forward GEMM is MXFP8."""

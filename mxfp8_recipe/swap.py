@@ -12,6 +12,8 @@ from typing import Any
 from torch import nn
 
 from .autograd import AttentionConfig, LinearConfig
+from .config import BF16
+from .costs import Cost
 from .modules import NormModuleConfig, disable_fast_paths, is_slow_encoder, is_swapped, restore, swap_class
 from .mx_tensor import Edge
 from .plan import LayerPlan, Plan
@@ -80,6 +82,52 @@ def take_back(model: nn.Module) -> int:
     return sum(not slow for slow in slowed)
 
 
+def demote(model: nn.Module, fqn: str, reason: str) -> None:
+    """Take one layer of `model` back to BF16 while it trains; its plan, and so reports and checkpoints, say so.
+
+    Every edge that the layer makes or reads ends with it.
+
+    Args:
+        model: the root that `apply_recipe` was given.
+
+    Raises:
+        ValueError: when `fqn` is no MXFP8 layer of it.
+    """
+    plan = applied_plan(model)
+    layer = next((la for la in plan.converted if fqn in (la.fqn, *la.aliases)), None) if plan is not None else None
+    if plan is None or layer is None:
+        raise ValueError(
+            f"{fqn or '(root)'}: got no MXFP8 layer of this name, expected one to take back to BF16; print(report) "
+            "shows those there are"
+        )
+    module = model.get_submodule(fqn)
+    for edge in live_edges(model):
+        if layer.fqn in (edge.producer, *edge.consumers):
+            edge.fused, edge.closed, edge.reason = False, True, reason
+    restore(module)
+    module.__dict__.pop(_EDGE, None)
+    plain = replace(
+        layer,
+        new_type=None,
+        implementation=None,
+        precision=BF16,
+        reason=reason,
+        mixes_tokens=False,
+        cost=Cost(layer.cost.bf16, layer.cost.bf16),
+    )
+    edges = tuple(
+        replace(e, fused=False, reason=reason) if layer.fqn in (e.producer, *e.consumers) and e.fused else e
+        for e in plan.edges
+    )
+    model.__dict__[PLAN] = replace(
+        plan,
+        layers=tuple(plain if la is layer else la for la in plan.layers),
+        edges=edges,
+        overrides={**plan.overrides, layer.fqn: BF16},
+        demoted={**plan.demoted, layer.fqn: reason},
+    )
+
+
 def applied_plan(model: nn.Module) -> Plan | None:
     """The plan carried out on exactly this module, if any."""
     return model.__dict__.get(PLAN)
@@ -120,6 +168,20 @@ def _check_fingerprint(
             "load_state_dict: the checkpoint was trained with another recipe or other overrides: "
             f"{_difference(saved, plan.fingerprint)}. Apply the checkpoint's, or, to change them on purpose: "
             "revert(model), load, apply_recipe again"
+        )
+    if plan is not None and saved is not None:
+        _check_demoted(plan, saved.get("demoted", {}))
+
+
+def _check_demoted(plan: Plan, demoted: dict[str, str]) -> None:
+    """Attention calls are no part of the digest, since they show in the first forward only."""
+    converted = {layer.fqn for layer in plan.converted}
+    known = {layer.fqn for layer in plan.layers} | {fqn for fqn, rule in plan.overrides.items() if rule == BF16}
+    missing = {fqn: BF16 for fqn in demoted if fqn in converted or fqn not in known}
+    if missing:
+        raise ValueError(
+            f"load_state_dict: the checkpoint runs {', '.join(missing)} in BF16 since an alarm of its training; "
+            f"apply the recipe with overrides={missing}"
         )
 
 

@@ -53,7 +53,7 @@ def mxfp8_attention(
     Raises:
         ValueError: shapes that do not fit; tiles of several tokens under a mask. TypeError: dtypes.
     """
-    options = {"scale": scale, "dropout_p": float(dropout_p)}
+    options: dict[str, Any] = {"scale": scale, "dropout_p": float(dropout_p)}
     if attn_mask is None and not is_causal and not need_weights and not enable_gqa:
         fused = _fused_attention(query, key, value, config, edge, options)
         if fused is not None:
@@ -77,7 +77,7 @@ def mxfp8_attention(
 
 def _tell(
     config: AttentionConfig,
-    inputs: tuple[Tensor, ...],
+    inputs: tuple[Any, ...],
     given: tuple[Tensor, ...],
     mask: Tensor | None,
     seed: Tensor | None,
@@ -87,7 +87,8 @@ def _tell(
     """Report a call to whoever listens."""
     heard = listener()
     if heard is not None:
-        heard.attention(AttentionCall(config, *inputs, given, mask, seed, output, options))
+        query, key, value = inputs
+        heard.attention(AttentionCall(config, query, key, value, given, mask, seed, output, options))
 
 
 def _fused_attention(

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..autograd import AttentionConfig, HeadsSpec, LinearConfig
+from ..autograd import AttentionConfig, HeadsSpec
 from ..functional import mxfp8_attention, mxfp8_linear, mxfp8_projection
 from ..fused.attention.spec import GEMMS
 from ..fused.spec import BLOCK, QuantSpec
@@ -130,7 +130,8 @@ def describe_attention(config: AttentionConfig) -> str:
 
 
 def _linear(module: nn.MultiheadAttention, part: str, x: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
-    projections: LinearConfig | None = module.mxfp8_config.projections  # pyright: ignore[reportAssignmentType]
+    config: AttentionConfig = module.mxfp8_config  # pyright: ignore[reportAssignmentType]
+    projections = config.projections
     if projections is None:
         return F.linear(x, weight, bias)
     return mxfp8_linear(x, weight, bias, config=projections, owner=module, part=part)
