@@ -82,17 +82,14 @@ class TaskResult(Record):
 
 
 class ShiftSource(Record):
-    """What is left of a mean logit error when one layer stays in BF16.
-
-    `remaining` is the mean logit error of the recipe without the layer.
-    """
+    """Mean logit error with one layer alone in MXFP8."""
 
     layer: str
-    remaining: float
+    alone: float
 
 
 class ShiftSources(Record):
-    """Which layers a task's mean logit error comes from, by leaving out one at a time.
+    """Which layers a task's mean logit error comes from.
 
     Attributes:
         shift: mean logit error of the whole recipe over `rows` held-out rows.

@@ -1,7 +1,7 @@
-"""Which layers a shifted mean logit comes from: the same weights and rows again, with one layer at a time left in BF16.
+"""Which layers a shifted mean logit comes from: the same weights and rows again, with one layer at a time in MXFP8.
 
-What is left of the shift without a layer says what that layer adds. Rounding errors are not additive, so the parts need
-not sum to the whole. The cost is one forward of a few thousand rows for each quantized layer.
+Rounding errors add up only roughly, so the parts need not sum to the whole. The cost is one forward of a thousand rows
+for each quantized layer, BF16 but for that layer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mxfp8_recipe.monitors.records import SameWeights
 if TYPE_CHECKING:
     from mxfp8_recipe.ab.measure import Measurer
 
-ROWS = 4096
+ROWS = 1024
 MAX_LAYERS = 64
 
 
@@ -42,17 +42,18 @@ def shift_sources(measurer: Measurer, model: nn.Module, twin: nn.Module, seed: i
     rows = sum(map(len, batches))
     reference = _mean_logits(measurer, model, batches)
     shift = _mean_logits(measurer, twin, batches) - reference
-    remaining: dict[str, Tensor] = {}
-    multiplying = [la.fqn for la in measurer.plan.converted if la.kind in ("linear", "attention") and la.fqn]
+    alone: dict[str, Tensor] = {}
+    converted = [la for la in measurer.plan.converted if la.fqn]
+    multiplying = [la.fqn for la in converted if la.kind in ("linear", "attention")]
     for layer in multiplying[:MAX_LAYERS]:
-        demoted = copy.deepcopy(model)
-        measurer.apply(demoted, {layer: "bf16"})
-        remaining[layer] = _mean_logits(measurer, demoted, batches) - reference
+        one = copy.deepcopy(model)
+        measurer.apply(one, {la.fqn: "bf16" for la in converted if la.fqn != layer})
+        alone[layer] = _mean_logits(measurer, one, batches) - reference
     found = []
     for column, task in enumerate(measurer.dataset.spec.tasks):
-        left = {layer: float(values[column]) for layer, values in remaining.items()}
-        order = sorted(left, key=lambda layer: abs(left[layer]))
-        layers = tuple(ShiftSource(layer=layer, remaining=left[layer]) for layer in order)
+        shifts = {layer: float(values[column]) for layer, values in alone.items()}
+        order = sorted(shifts, key=lambda layer: -abs(shifts[layer]))
+        layers = tuple(ShiftSource(layer=layer, alone=shifts[layer]) for layer in order)
         found.append(ShiftSources(task=task, seed=seed, rows=rows, shift=float(shift[column]), layers=layers))
     return tuple(found)
 

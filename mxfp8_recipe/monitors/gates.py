@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mxfp8_recipe.monitors.records import SameWeights, TaskAgreement
+from mxfp8_recipe.monitors.records import SameWeights, SegmentShift, TaskAgreement
 from mxfp8_recipe.monitors.shadow import SEGMENT_RESOLUTION
 
 MIN_SEGMENT_ROWS = 500
@@ -92,18 +92,23 @@ def same_weights_gates(measured: Sequence[SameWeights], limits: GateLimits) -> t
     return tuple(gates)
 
 
+def beyond_noise(value: float, error: float) -> float:
+    """The part of a value that its standard error does not explain, one-sided at 1 %, with its sign."""
+    beyond = abs(value) - ROW_NOISE_QUANTILE * error
+    return beyond if math.isnan(beyond) else math.copysign(max(beyond, 0.0), value)
+
+
 def _entropy_change(task: TaskAgreement, seed: int) -> tuple[float, str]:
-    """The part of the change that row noise does not explain, one-sided at 1 %, with its sign."""
-    beyond = abs(task.cross_entropy) - ROW_NOISE_QUANTILE * task.cross_entropy_error
-    value = beyond if math.isnan(beyond) else math.copysign(max(beyond, 0.0), task.cross_entropy)
+    value = beyond_noise(task.cross_entropy, task.cross_entropy_error)
     return value, f"seed {seed}, {task.cross_entropy:+.3%} ± {task.cross_entropy_error:.3%}"
 
 
 def _segment_means(task: TaskAgreement) -> list[tuple[float, str]]:
     """Mean logit error of each segment that may be judged.
 
-    A few rows may agree with each other by chance, so a segment needs `MIN_SEGMENT_ROWS`. The pool of small segments is
-    judged where its mean is known well and it is not simply every row over again.
+    A few rows may agree with each other by chance, so a segment needs `MIN_SEGMENT_ROWS`, and there are many segments,
+    so only what row noise does not explain counts. The pool of small segments is judged where its mean is known well
+    and it is not simply every row over again.
     """
     alone = [s for s in task.segments if s.segment is not None and s.rows >= MIN_SEGMENT_ROWS]
     pool = [
@@ -111,10 +116,14 @@ def _segment_means(task: TaskAgreement) -> list[tuple[float, str]]:
         for s in task.segments
         if s.segment is None and alone and MIN_SEGMENT_ROWS <= s.rows < task.rows and s.error <= SEGMENT_RESOLUTION
     ]
-    return [
-        (s.mean, f"{s.rows} rows of {'small segments' if s.segment is None else f'segment {s.segment}'}")
-        for s in (*alone, *pool)
-    ]
+    return [_segment_mean(s) for s in (*alone, *pool)]
+
+
+def _segment_mean(shift: SegmentShift) -> tuple[float, str]:
+    name = "small segments" if shift.segment is None else f"segment {shift.segment}"
+    return beyond_noise(
+        shift.mean, shift.error
+    ), f"{shift.mean:+.4f} ± {shift.error:.4f} on {shift.rows} rows of {name}"
 
 
 def _largest(name: str, values: list[tuple[float, str]], limit: float) -> Gate:
