@@ -103,13 +103,14 @@ class Alarms:
         """Alarms raised or cleared by a report's layers.
 
         Args:
-            order: when each tensor was first seen in the step: of several with NaN or Inf, the first is the one named,
-                and the message counts the others.
+            order: when each tensor was first seen in the step. Alarms come in this order, causes before what follows
+                from them; of several tensors with NaN or Inf only the first is named, and the others are counted.
         """
         found: list[Alarm] = []
         tensors = [(layer, name, t) for layer in layers for name, t in layer.tensors.items()]
+        tensors.sort(key=lambda row: order.get((row[0].layer, row[1]), len(order)))
         broken = [(layer.layer, name) for layer, name, t in tensors if t.nonfinite_blocks]
-        first = min(broken, key=lambda key: order.get(key, len(order)), default=None)
+        first = broken[0] if broken else None
         for layer, name, t in tensors:
             where = (layer.layer, name)
             if t.nonfinite_blocks and where != first:

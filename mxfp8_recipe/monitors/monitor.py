@@ -367,7 +367,13 @@ class NumericsMonitor:
             return None if found is None else dict(zip(parameters, found))
 
         mxfp8, shadow = ask(high=False), ask(high=True)
-        return nothing if mxfp8 is None or shadow is None else powers(modules, mxfp8, shadow).to(self._device)
+        if mxfp8 is None or shadow is None:
+            return nothing
+        if all(grad is None for grad in mxfp8.values()):
+            self._note(
+                "backward: no parameter got a gradient; checkpoint with use_reentrant=False"
+            )
+        return powers(modules, mxfp8, shadow).to(self._device)
 
     def _compare(self, sampled: _Sampled | None, given: _Given) -> _Compared:
         """Sums over the rows of this step."""
