@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from statistics import median
 
@@ -98,7 +98,7 @@ class Alarms:
             del self.watches[subject]
 
     def check_layers(
-        self, step: int, layers: Iterable[LayerStatistics], order: dict[tuple[str, str], int]
+        self, step: int, layers: Iterable[LayerStatistics], order: Mapping[tuple[str, str], float]
     ) -> list[Alarm]:
         """Alarms raised or cleared by a report's layers.
 

@@ -292,15 +292,18 @@ class NumericsMonitor:
         packed = pack(collector, rows, device)
         compared = self._compare(sampled, given)
         holder = torch.where(packed.sums[:, _NONFINITE] > 0, float(self._ranks.rank), -1.0)
+        keys = [(site.layer, tensor) for site in rows for tensor in site.tensors]
+        places = {key: float(place) for place, key in enumerate(collector.fields)}
+        order = torch.tensor([places.get(key, -1.0) for key in keys], dtype=torch.float64, device=device)
         read = self._ranks.read(
             {"sums": packed.sums, "errors": packed.errors, "rows": compared.sums, "gradients": gradients},
-            {"maxima": packed.maxima, "largest": compared.largest, "holder": holder},
+            {"maxima": packed.maxima, "largest": compared.largest, "holder": holder, "order": order},
         )
         for problem in collector.problems.values():
             self._note(problem)
         layers = unpack(Packed(read["sums"], read["maxima"], read["errors"]), rows)
-        alarms = self.alarms.check_layers(step, layers, {key: i for i, key in enumerate(collector.fields)})
-        holders = dict(zip(((s.layer, t) for s in rows for t in s.tensors), read["holder"].tolist()))
+        alarms = self.alarms.check_layers(step, layers, dict(zip(keys, read["order"].tolist())))
+        holders = dict(zip(keys, read["holder"].tolist()))
         alarms = [self._with_dump(alarm, collector, holders) for alarm in alarms]
         predictions = self._predictions.add(read["rows"], read["largest"], compared.classes)
         for seen, running in zip(predictions, self._predictions.running):
@@ -370,9 +373,7 @@ class NumericsMonitor:
         if mxfp8 is None or shadow is None:
             return nothing
         if all(grad is None for grad in mxfp8.values()):
-            self._note(
-                "backward: no parameter got a gradient; checkpoint with use_reentrant=False"
-            )
+            self._note("backward: no parameter got a gradient; checkpoint with use_reentrant=False")
         return powers(modules, mxfp8, shadow).to(self._device)
 
     def _compare(self, sampled: _Sampled | None, given: _Given) -> _Compared:
