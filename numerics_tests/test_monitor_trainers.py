@@ -23,7 +23,8 @@ def reports(path: Path) -> list[MonitorReport]:
 
 def fresh(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
     """Import one of our callback modules as if for the first time."""
-    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, name, None)  # remembers what was there, for the end of the test
+    del sys.modules[name]
     return importlib.import_module(name)
 
 
@@ -48,7 +49,6 @@ def test_lightning_events_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "lightning", ModuleType("lightning"))
     monkeypatch.setitem(sys.modules, "lightning.pytorch", base)
     callback_class = fresh(monkeypatch, "mxfp8_recipe.monitors.lightning_callback").NumericsMonitorCallback
-    monkeypatch.delitem(sys.modules, "mxfp8_recipe.monitors.lightning_callback")
     holder = nn.Module()
     holder.net = Ranker()
     apply_recipe(holder.net, example_inputs=rows(0)[0])
@@ -122,5 +122,5 @@ def test_hugging_face_trainer(tmp_path: Path) -> None:
     found = reports(tmp_path / "r.jsonl")
     assert [r.step for r in found] == [0, 2]
     assert all(r.predictions[0].rows == 2 * 15 and r.predictions[0].logit_rms > 0 for r in found)
-    assert all("grad_output" in r.layers[0].tensors for r in found)
+    assert all(any("grad_output" in layer.tensors for layer in r.layers) for r in found)
     assert 1.0 > min(found[0].gradient_cosine.values()) > 0.9
