@@ -1,8 +1,8 @@
-"""The command line: `mxfp8 ab | plan | doctor | bench`.
+"""The command line: `mxfp8 ab | compare | plan | doctor | bench`.
 
 Each command imports what it needs when it runs, so that `mxfp8 doctor` works on a machine where nothing else does.
-Exit codes: 0 done (for `ab`: pass), 1 `ab` says fail, 3 `ab` says inconclusive, 2 a mistake in what was asked,
-70 an error of ours, so that no crash is mistaken for a verdict.
+Exit codes: 0 done (for `ab` and `compare`: pass), 1 these say fail, 3 these say inconclusive, 2 a mistake in what
+was asked, 70 an error of ours, so that no crash is mistaken for a verdict.
 """
 
 from __future__ import annotations
@@ -62,25 +62,38 @@ def main() -> None:
         sys.exit(INTERNAL_ERROR)
 
 
-# The A/B check brings its own options: everything after `ab`, `--help` included, goes to it.
-@app.command(
-    "ab",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    add_help_option=False,
-)
+# These commands bring their own options: everything after the name, `--help` included, goes to them.
+_OWN_OPTIONS: dict[str, Any] = {
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    "add_help_option": False,
+}
+
+
+@app.command("ab", **_OWN_OPTIONS)
 def ab(context: typer.Context) -> None:
     """Train in BF16 and MXFP8 from the same weights: did normalized entropy or calibration move?"""
+    _hand_over("ab", "the A/B check", "mxfp8_recipe.ab.command", context)
+
+
+@app.command("compare", **_OWN_OPTIONS)
+def compare(context: typer.Context) -> None:
+    """Say from two runs' prediction files whether the second predicts as well as the first."""
+    _hand_over("compare", "the comparison", "mxfp8_recipe.ab.compare_command", context)
+
+
+def _hand_over(name: str, what: str, module: str, context: typer.Context) -> None:
+    """Run `<name>_command` of a module that needs the extra `ab`."""
     try:
-        from mxfp8_recipe.ab.command import ab_command
+        command = getattr(importlib.import_module(module), f"{name}_command")
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("mxfp8_recipe"):
             raise
         raise UsageError(
-            f"the A/B check needs {error.name}, which is not installed: pip install 'mxfp8-recipe[ab]'"
+            f"{what} needs {error.name}, which is not installed: pip install 'mxfp8-recipe[ab]'"
         ) from error
-    check = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    check.command("ab")(ab_command)
-    check(args=context.args, prog_name="mxfp8 ab")
+    own = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    own.command(name)(command)
+    own(args=context.args, prog_name=f"mxfp8 {name}")
 
 
 @app.command("plan")

@@ -96,11 +96,11 @@ def run_check(options: dict[str, Any], out: Path, *, resume: bool, console: Cons
     try:
         runner = Runner(ABConfig.parse(**options), out, Console(stderr=True))
     except (ValueError, TypeError, OSError) as error:
-        _fail(error)
+        fail(error)
     try:
         run = runner.run(resume=resume)
     except (DataError, ResumeError, Diverged, OSError) as error:
-        _fail(error)
+        fail(error)
     report = build_report(run)
     write_json(report, out / "report.json")
     write_html(report, out / "report.html")
@@ -109,8 +109,10 @@ def run_check(options: dict[str, Any], out: Path, *, resume: bool, console: Cons
     return run.decision.outcome
 
 
-def _fail(error: BaseException) -> NoReturn:
+def fail(error: BaseException, command: str = "ab") -> NoReturn:
     """One line on stderr, exit code 2."""
     message = " ".join(str(error).split())
-    Console(stderr=True, soft_wrap=True).print(f"mxfp8 ab: {message}", style="red", markup=False, highlight=False)
+    Console(stderr=True, soft_wrap=True).print(
+        f"mxfp8 {command}: {message}", style="red", markup=False, highlight=False
+    )
     sys.exit(USAGE_ERROR)

@@ -35,10 +35,15 @@ def windowed_ne(report: dict[str, Any], task: str) -> str:
 
 def calibration_curve(report: dict[str, Any], task: str) -> str:
     """Observed against predicted rate on held-out rows, in equal-count bins with two standard errors; log axes."""
+    curves = {arm: report["arms"].get(arm, {}).get(task, {}).get("calibration_curve", []) for arm in ("bf16", "mxfp8")}
+    return two_curves(curves, f"Calibration curve of {task}")
+
+
+def two_curves(curves: dict[str, list[dict[str, Any]]], title: str) -> str:
+    """Calibration curves by name, the reference first, as records of `CalibrationBin`."""
     axes = _axes("predicted rate", "observed rate")
     seen: list[float] = []
-    for arm in ("bf16", "mxfp8"):
-        points = report["arms"].get(arm, {}).get(task, {}).get("calibration_curve", [])
+    for (name, points), color, marker in zip(curves.items(), (COLORS["bf16"], COLORS["mxfp8"]), "os", strict=True):
         points = [p for p in points if p["observed"] > 0 and p["predicted"] > 0]
         if not points:
             continue
@@ -49,9 +54,9 @@ def calibration_curve(report: dict[str, Any], task: str) -> str:
             predicted,
             observed,
             yerr=[low, high],
-            fmt="o-" if arm == "bf16" else "s-",
-            color=COLORS[arm],
-            label=arm,
+            fmt=f"{marker}-",
+            color=color,
+            label=name,
             markersize=3.5,
             linewidth=1,
             capsize=2,
@@ -62,7 +67,7 @@ def calibration_curve(report: dict[str, Any], task: str) -> str:
         axes.plot(ends, ends, color="#999999", linewidth=1, zorder=0)
         axes.set_xscale("log")
         axes.set_yscale("log")
-    return _svg(axes, f"Calibration curve of {task}")
+    return _svg(axes, title)
 
 
 def layer_sqnr(report: dict[str, Any]) -> str:

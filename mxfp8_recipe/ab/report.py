@@ -18,10 +18,11 @@ from typing import Any
 
 from mxfp8_recipe.ab.arms import ARMS, CANDIDATE, REFERENCE
 from mxfp8_recipe.ab.environment import command_line, describe
-from mxfp8_recipe.ab.results import ArmResult, Metrics
+from mxfp8_recipe.ab.results import ArmResult, Metrics, TaskResult
 from mxfp8_recipe.ab.runner import ABRun
+from mxfp8_recipe.monitors.equivalence import TaskGaps, seed_interval
 from mxfp8_recipe.monitors.records import LayerAgreement, SameWeights
-from mxfp8_recipe.monitors.verdict import Gate, Outcome
+from mxfp8_recipe.monitors.verdict import Gate, Outcome, TaskVerdict
 
 METRICS = ("ne", "calibration", "ne_calibration_free", "log_loss", "auc")
 
@@ -36,7 +37,7 @@ def build_report(run: ABRun) -> dict[str, Any]:
     """Everything the run has to say; NaN and infinity are None, so that the JSON is valid."""
     decision, config = run.decision, run.config
     tasks = run.dataset.spec.tasks
-    return _finite(
+    return finite(
         {
             "verdict": decision.outcome.value,
             "headline": _HEADLINES[decision.outcome].format(recipe=run.plan.recipe.name),
@@ -49,6 +50,9 @@ def build_report(run: ABRun) -> dict[str, Any]:
             "delta": {task: _delta(run, task) for task in tasks},
             "placebo": {task: _placebo(run, task) for task in tasks},
             "same_weights": _same_weights(run),
+            "segments": [verdict_row(verdict) for verdict in decision.segments],
+            "shift_sources": [source.model_dump() for source in run.results.shift_sources],
+            "looks": run.results.looks,
             "power": vars(decision.power),
             "plan": run.plan.to_dict()["layers"],
             "plan_summary": run.plan.summary(),
@@ -120,6 +124,8 @@ def _delta(run: ABRun, task: str) -> dict[str, Any]:
     twins = [(run.results.arms[s, CANDIDATE].task(task), run.results.arms[s, REFERENCE].task(task)) for s in seeds]
     return {
         "outcome": verdict.outcome.value,
+        "confidence": verdict.interval.confidence if seeds else "",
+        "calibration_interval": _calibration_interval(twins, run.results.looks),
         "ne_relative": verdict.interval.mean,
         "ne_interval": [verdict.interval.low, verdict.interval.high],
         "ne_relative_per_seed": list(run.results.gaps(task)[0]),
@@ -131,6 +137,30 @@ def _delta(run: ABRun, task: str) -> dict[str, Any]:
             if name != "ne"
         },
         "seeds": seeds,
+    }
+
+
+def _calibration_interval(twins: list[tuple[TaskResult, TaskResult]], looks: Sequence[int]) -> list[float]:
+    """Of the relative change of calibration over seeds; told, not judged."""
+    gaps = tuple(m.served.calibration / b.served.calibration - 1 for m, b in twins)
+    if not gaps:
+        return [math.nan, math.nan]
+    interval = seed_interval(TaskGaps(task="", mxfp8=gaps), looks)
+    return [interval.low, interval.high]
+
+
+def verdict_row(verdict: TaskVerdict) -> dict[str, Any]:
+    """A task's or segment's verdict as reports hold it."""
+    return {
+        "task": verdict.task,
+        "segment": verdict.segment,
+        "outcome": verdict.outcome.value,
+        "rows": verdict.rows,
+        "positives": verdict.positives,
+        "gap": verdict.interval.mean,
+        "interval": [verdict.interval.low, verdict.interval.high],
+        "confidence": verdict.interval.confidence,
+        "resolves": verdict.power.ne_resolvable,
     }
 
 
@@ -185,12 +215,12 @@ def _data(run: ABRun) -> dict[str, Any]:
     }
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """A copy in JSON's types; what JSON cannot say becomes None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(k): _finite(v) for k, v in value.items()}
+        return {str(k): finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
+        return [finite(v) for v in value]
     return value

@@ -39,7 +39,7 @@ def delta(report: dict[str, Any]) -> Cells:
     rows = []
     for task, gap in report["delta"].items():
         low, high = gap["ne_interval"]
-        interval = "one seed: none" if low is None else f"{percent(low, sign=True)} to {percent(high, sign=True)}"
+        interval = "one seed: none" if low is None else _span([low, high])
         harmless = [abs(g) for g in report["placebo"][task]["ne_relative"] if g is not None]
         rows.append(
             [
@@ -49,6 +49,7 @@ def delta(report: dict[str, Any]) -> Cells:
                 interval,
                 percent(max(harmless)) if harmless else "-",
                 "-" if gap["calibration"] is None else f"{gap['calibration']:+.4f}",
+                _span(gap["calibration_interval"]),
                 percent(gap["ne_relative_trained"], sign=True),
             ]
         )
@@ -56,10 +57,107 @@ def delta(report: dict[str, Any]) -> Cells:
         ("task", "text"),
         ("twins alone", "text"),
         ("relative NE", "number"),
-        ("90 % interval", "number"),
+        (f"{next(iter(report['delta'].values()))['confidence']} interval" if report["delta"] else "interval", "number"),
         ("largest placebo gap", "number"),
         ("calibration", "number"),
+        ("its interval", "number"),
         ("NE if served in MXFP8", "number"),
+    )
+    return Cells(columns, rows)
+
+
+def _span(interval: list[float | None]) -> str:
+    low, high = interval
+    return "-" if low is None or high is None else f"{percent(low, sign=True)} to {percent(high, sign=True)}"
+
+
+def segments(found: list[dict[str, Any]]) -> Cells:
+    """Each segment that is judged alone, worst first."""
+    rows = [
+        [
+            f"{s['task']}, {s['segment']}",
+            s["outcome"],
+            percent(s["gap"], sign=True),
+            _span(s["interval"]),
+            "-" if s["resolves"] is None else f"±{percent(s['resolves'])}",
+            f"{s['rows']:,}",
+            f"{s['positives']:,.0f}",
+        ]
+        for s in sorted(found, key=lambda s: -abs(s["gap"] or 0))
+    ]
+    columns = (
+        ("segment", "text"),
+        ("", "text"),
+        ("relative NE", "number"),
+        ("interval", "number"),
+        ("resolves", "number"),
+        ("rows", "number"),
+        ("positives", "number"),
+    )
+    return Cells(columns, rows)
+
+
+def shift_sources(report: dict[str, Any], most: int = 5) -> Cells:
+    """The layers that shift the mean logit most, of each task."""
+    rows = [
+        [source["task"], f"{source['shift']:+.4f}", layer["layer"], f"{layer['alone']:+.4f}"]
+        for source in report["shift_sources"]
+        for layer in source["layers"][:most]
+    ]
+    columns = (("task", "text"), ("whole recipe", "number"), ("layer", "text"), ("alone", "number"))
+    return Cells(columns, rows)
+
+
+def worst_layers(report: dict[str, Any], most: int = 5) -> Cells:
+    """The quantized layers with the least output SQNR, upstream error included."""
+    measured = [x for x in report["same_weights"]["layers"] if x["quantized"] and x["sqnr_db"] is not None]
+    rows = [
+        [x["layer"] or "(root)", f"{x['sqnr_db']:.1f}", short(x["grad_error_ratio"])]
+        for x in sorted(measured, key=lambda x: x["sqnr_db"])[:most]
+    ]
+    columns = (("worst by output SQNR", "text"), ("SQNR, dB", "number"), ("gradient error / BF16's", "number"))
+    return Cells(columns, rows)
+
+
+def comparison(report: dict[str, Any]) -> Cells:
+    """The gap of two prediction files; one row a seed where they are of the same weights."""
+    rows = []
+    for gap in report["gap"]:
+        harmless = [abs(g) for placebo in report["placebo_gaps"] for g in placebo if g is not None]
+        rows.append(
+            [
+                gap["task"],
+                gap["outcome"],
+                percent(gap["gap"], sign=True),
+                "one seed: none" if gap["interval"][0] is None else f"{_span(gap['interval'])} ({gap['confidence']})",
+                "-" if gap["resolves"] is None else f"±{percent(gap['resolves'])}",
+                percent(max(harmless)) if harmless else "-",
+                percent(report["calibration_gap"]["mean"], sign=True),
+            ]
+        )
+    columns = (
+        ("task", "text"),
+        ("", "text"),
+        ("relative NE", "number"),
+        ("interval", "number"),
+        ("resolves", "number"),
+        ("largest placebo gap", "number"),
+        ("calibration", "number"),
+    )
+    return Cells(columns, rows)
+
+
+def both(report: dict[str, Any]) -> Cells:
+    """Metrics of both files, means over seeds."""
+    rows = [[name, *_metrics(values), number(values["ece"])] for name, values in report["metrics"].items()]
+    columns = (
+        ("file", "text"),
+        ("NE", "number"),
+        ("calibration", "number"),
+        ("calibration-free NE", "number"),
+        ("log loss", "number"),
+        ("AUC", "number"),
+        ("ECE", "number"),
     )
     return Cells(columns, rows)
 
@@ -175,13 +273,13 @@ def plan(report: dict[str, Any]) -> Cells:
 def power_sentence(report: dict[str, Any]) -> str:
     """What these rows and seeds resolve, and what would decide."""
     power, budget = report["power"], percent(report["budget"])
+    seeds, rows = power["seeds_needed"], power["rows_needed"]
     if power["ne_resolvable"] is None:
-        seeds = power["seeds_needed"]
         more = f"; by the placebos alone, about {seeds} seeds of these rows would decide ±{budget}" if seeds else ""
-        return f"Power: one seed has no spread to judge a gap by{more}."
+        return f"Power: unknown; one seed has no spread to judge a gap by, nor have rows of one class{more}."
     resolves = f"Power: these rows and seeds resolve a relative NE gap of ±{percent(power['ne_resolvable'])}"
     if power["ne_resolvable"] <= report["budget"]:
         return f"{resolves}, enough for the budget of ±{budget}."
-    seeds = f"{power['seeds_needed']} seeds" if power["seeds_needed"] else "more than 10,000 seeds"
-    rows = f"{power['rows_needed']:,} rows"
-    return f"{resolves}; ±{budget} would take about {seeds} of these rows, or {rows} with these seeds."
+    by_seeds = f"about {seeds} seeds of these rows, or " if seeds else ""
+    why = "" if seeds else "; more seeds of these rows would not do"
+    return f"{resolves}; ±{budget} would take {by_seeds}{rows:,} rows with these seeds{why}."

@@ -20,8 +20,34 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         if report["data"]["optimal_ne"].get(task) is not None:
             optimal = tables.number(report["data"]["optimal_ne"][task])
             console.print(f"Known truth: the Bayes-optimal NE of the held-out rows is {optimal}.", highlight=False)
+    _print_segments(report, console)
     if report["gates"]:
         console.print(_table("same weights, same rows", tables.gates(report)))
+    if report["shift_sources"]:
+        console.print(_table("where the mean logit error comes from", tables.shift_sources(report, most=3)))
+    if tables.worst_layers(report).rows:
+        console.print(_table("worst layers", tables.worst_layers(report)))
+    _print_verdict(report, console)
+
+
+def print_comparison(report: dict[str, Any], console: Console) -> None:
+    """The same for `mxfp8 compare`."""
+    console.print(_table("B minus A", tables.comparison(report)))
+    console.print(_table("metrics", tables.both(report)))
+    _print_segments(report, console)
+    if report["gates"]:
+        console.print(_table("same weights, same rows", tables.gates(report)))
+    for line in report["mismatches"]:
+        console.print(f"mismatch: {line}", style="yellow", markup=False, highlight=False)
+    _print_verdict(report, console)
+
+
+def _print_segments(report: dict[str, Any], console: Console) -> None:
+    if report["segments"]:
+        console.print(_table("segments, each on its own", tables.segments(report["segments"])))
+
+
+def _print_verdict(report: dict[str, Any], console: Console) -> None:
     console.print()
     for title, lines in (("decided", report["decided"]), ("not decided", report["undecided"])):
         for line in lines:

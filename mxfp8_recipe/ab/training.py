@@ -137,7 +137,7 @@ class Predictions:
         """Sums by block of time, of all rows and of each segment; rows come in time order."""
         p, y, w = self.columns(task)
         segments = torch.cat(self.segments).numpy() if self.segments else None
-        return RowSums.of(EntropySums.terms(p, y, w).T.numpy(), w.numpy(), segments)
+        return RowSums.of(p.numpy(), y.numpy(), w.numpy(), segments)
 
     def curve(self, task: int) -> tuple[CurvePoint, ...]:
         points = metrics.calibration_curve(*self.columns(task), bins=12)

@@ -60,9 +60,30 @@ class Gate:
 
 def same_weights_gates(measured: Sequence[SameWeights], limits: GateLimits) -> tuple[Gate, ...]:
     """Every gate at its worst seed; a NaN breaks its gate. Empty when nothing was measured."""
+    gates = task_gates([(m.seed, m.tasks) for m in measured], limits)
+    if measured:
+        whole = [(m.gradient.error_ratio(), f"seed {m.seed}") for m in measured]
+        gates.append(_largest("gradient error over BF16's own", whole, limits.grad_error_ratio))
+    layers = [
+        (ratio, f"seed {m.seed}, {layer.layer}")
+        for m in measured
+        for layer in m.layers
+        if layer.quantized and (ratio := m.layer_error_ratio(layer)) is not None
+    ]
+    if layers:
+        gates.append(_largest("gradient error of a layer over BF16's own", layers, limits.layer_grad_error_ratio))
+    return tuple(gates)
+
+
+def task_gates(measured: Sequence[tuple[int | str, Sequence[TaskAgreement]]], limits: GateLimits) -> list[Gate]:
+    """The gates on predictions alone, at their worst seed.
+
+    Args:
+        measured: a seed and its tasks, the same tasks in every seed.
+    """
     gates: list[Gate] = []
-    for index, task in enumerate(measured[0].tasks if measured else ()):
-        seeds = [(m.seed, m.tasks[index]) for m in measured]
+    for index, task in enumerate(measured[0][1] if measured else ()):
+        seeds = [(seed, tasks[index]) for seed, tasks in measured]
         gates += [
             _largest(f"{task.task}: logit RMS error", [(t.logit_rms, f"seed {s}") for s, t in seeds], limits.logit_rms),
             _largest(
@@ -78,27 +99,16 @@ def same_weights_gates(measured: Sequence[SameWeights], limits: GateLimits) -> t
         segments = [(v, f"seed {s}, {where}") for s, t in seeds for v, where in _segment_means(t)]
         if segments:
             gates.append(_largest(f"{task.task}: mean logit error of a segment", segments, limits.segment_mean))
-    if measured:
-        whole = [(m.gradient.error_ratio(), f"seed {m.seed}") for m in measured]
-        gates.append(_largest("gradient error over BF16's own", whole, limits.grad_error_ratio))
-    layers = [
-        (ratio, f"seed {m.seed}, {layer.layer}")
-        for m in measured
-        for layer in m.layers
-        if layer.quantized and (ratio := m.layer_error_ratio(layer)) is not None
-    ]
-    if layers:
-        gates.append(_largest("gradient error of a layer over BF16's own", layers, limits.layer_grad_error_ratio))
-    return tuple(gates)
+    return gates
 
 
 def beyond_noise(value: float, error: float) -> float:
     """The part of a value that its standard error does not explain, one-sided at 1 %, with its sign."""
     beyond = abs(value) - ROW_NOISE_QUANTILE * error
-    return beyond if math.isnan(beyond) else math.copysign(max(beyond, 0.0), value)
+    return beyond if math.isnan(beyond) else math.copysign(max(beyond, 0.0), value) + 0.0
 
 
-def _entropy_change(task: TaskAgreement, seed: int) -> tuple[float, str]:
+def _entropy_change(task: TaskAgreement, seed: int | str) -> tuple[float, str]:
     value = beyond_noise(task.cross_entropy, task.cross_entropy_error)
     return value, f"seed {seed}, {task.cross_entropy:+.3%} ± {task.cross_entropy_error:.3%}"
 

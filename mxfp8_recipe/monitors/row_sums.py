@@ -6,19 +6,21 @@ depends on labels and weights alone, so all runs over the same rows keep the sam
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from mxfp8_recipe.monitors.bootstrap import (
     NEGATIVES,
     POSITIVES,
     block_edges,
-    block_sums,
     relative_ne_gap,
     row_noise,
 )
+from mxfp8_recipe.monitors.entropy import EntropySums
 from mxfp8_recipe.monitors.equivalence import TaskGaps
 
 SEGMENT_BLOCKS = 20
@@ -54,34 +56,41 @@ class RowSums:
     small: int = 0
 
     @classmethod
-    def of(cls, terms: np.ndarray, weights: np.ndarray, segments: np.ndarray | None = None) -> RowSums:
-        """From rows in time order.
+    def of(
+        cls, predictions: np.ndarray, labels: np.ndarray, weights: np.ndarray | None, segments: np.ndarray | None = None
+    ) -> RowSums:
+        """From valid rows in time order, a block at a time.
 
         Args:
-            terms: (N, 4) fp64, as `entropy.EntropySums.terms` gives them, transposed.
-            weights: (N,); rows of weight 0 count in no segment.
-            segments: (N,) integers, or None.
+            predictions, labels, weights: (N,) as in `entropy.check_rows`; None for weights of 1.
+            segments: (N,) integers from 0 to a few thousand or so, or None; rows of weight 0 count in no segment.
         """
-        rows = int((weights > 0).sum())
-        if segments is None:
-            return cls(rows, block_sums(terms))
-        values, index = np.unique(segments, return_inverse=True)
-        counts = np.bincount(index[weights > 0], minlength=len(values))
-        sums = _by_block(terms, index, len(values))
-        whole = sums.sum(1)
-        enough = (counts >= MIN_SEGMENT_ROWS) & (whole[:, [POSITIVES, NEGATIVES]].min(1) >= MIN_SEGMENT_CLASS)
-        chosen = [i for i in np.argsort(-counts, kind="stable") if enough[i]][:MAX_SEGMENTS]
-        judged = {int(values[i]): SegmentSums(int(counts[i]), sums[i]) for i in chosen}
-        return cls(rows, block_sums(terms), judged, int((counts > 0).sum()) - len(judged))
+        edges = block_edges(len(predictions))
+        blocks = np.zeros((max(len(edges) - 1, 1), 4))
+        names = np.zeros(0, dtype=np.int64) if segments is None else np.unique(segments)
+        sums, counts, rows = np.zeros((len(names), SEGMENT_BLOCKS, 4)), np.zeros(len(names), dtype=np.int64), 0
+        for index, (start, stop) in enumerate(itertools.pairwise(edges)):
+            part = [t if t is None else torch.from_numpy(t[start:stop]) for t in (predictions, labels, weights)]
+            terms = EntropySums.terms(*part).numpy()  # type: ignore[arg-type]
+            kept = np.ones(stop - start, dtype=bool) if weights is None else weights[start:stop] > 0
+            blocks[index], rows = terms.sum(1), rows + int(kept.sum())
+            if segments is not None:
+                code = np.searchsorted(names, segments[start:stop])
+                coarse = index * SEGMENT_BLOCKS // len(blocks)
+                sums[:, coarse] += np.stack([np.bincount(code, weights=t, minlength=len(names)) for t in terms], axis=1)
+                counts += np.bincount(code[kept], minlength=len(names))
+        return cls(rows, blocks, *_judged(names, sums, counts))
 
 
-def _by_block(terms: np.ndarray, segment: np.ndarray, segments: int) -> np.ndarray:
-    """(S, b, 4): sums of each segment in each block of time."""
-    edges = block_edges(len(terms), SEGMENT_BLOCKS)
-    block = np.repeat(np.arange(len(edges) - 1), np.diff(edges))
-    key, size = segment * (len(edges) - 1) + block, segments * (len(edges) - 1)
-    sums = np.stack([np.bincount(key, weights=column, minlength=size) for column in terms.T], axis=1)
-    return sums.reshape(segments, len(edges) - 1, 4)
+def _judged(names: np.ndarray, sums: np.ndarray, counts: np.ndarray) -> tuple[dict[int, SegmentSums], int]:
+    """Segments that may be judged alone, largest first, and how many others there are."""
+    whole = sums.sum(1)
+    enough = (counts >= MIN_SEGMENT_ROWS) & (
+        whole[:, [POSITIVES, NEGATIVES]].min(1, initial=np.inf) >= MIN_SEGMENT_CLASS
+    )
+    chosen = [i for i in np.argsort(-counts, kind="stable") if enough[i]][:MAX_SEGMENTS]
+    judged = {int(names[i]): SegmentSums(int(counts[i]), sums[i]) for i in chosen}
+    return judged, int((counts > 0).sum()) - len(judged)
 
 
 def gaps_of(

@@ -22,8 +22,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from mxfp8_recipe.monitors import student_t
+from mxfp8_recipe.monitors.bootstrap import BLOCKS
 from mxfp8_recipe.monitors.equivalence import (
     NO_POWER,
+    POWER,
     Interval,
     Power,
     TaskGaps,
@@ -31,9 +34,9 @@ from mxfp8_recipe.monitors.equivalence import (
     power,
     seed_interval,
 )
-from mxfp8_recipe.monitors.gates import Gate, GateLimits, same_weights_gates
-from mxfp8_recipe.monitors.multiplicity import holm, level
-from mxfp8_recipe.monitors.records import SameWeights
+from mxfp8_recipe.monitors.gates import Gate, GateLimits, same_weights_gates, task_gates
+from mxfp8_recipe.monitors.multiplicity import ALPHA, holm, level
+from mxfp8_recipe.monitors.records import SameWeights, TaskAgreement
 
 __all__ = [
     "Decision",
@@ -46,6 +49,7 @@ __all__ = [
     "TaskGaps",
     "TaskVerdict",
     "decide",
+    "decide_same_weights",
     "power",
     "same_weights_gates",
     "seed_interval",
@@ -142,6 +146,90 @@ def decide(evidence: Evidence, *, budget: float = 0.001, limits: GateLimits | No
         power=_worst_power([task.power for task in tasks]),
         budget=budget,
         segments=segments,
+    )
+
+
+def decide_same_weights(
+    agreements: Sequence[tuple[str, TaskAgreement]],
+    changes: Sequence[tuple[TaskGaps, float]],
+    *,
+    rows: int,
+    budget: float = 0.001,
+    limits: GateLimits | None = None,
+) -> Decision:
+    """The verdict on one set of weights served in two precisions, from predictions alone.
+
+    There is no training noise, so a seed's standard error over rows is the whole of it: PASS when every gate holds and
+    every seed's interval lies inside the budget, FAIL when a gate breaks or a gap lies outside by Holm's procedure.
+
+    Args:
+        agreements: a seed's name and its logit errors.
+        changes: a seed's gap and its standard error over rows, in the same order.
+    """
+    if not 0 < budget < 1:
+        raise ValueError(f"budget must be a relative NE gap inside (0, 1), got {budget}")
+    allowed = limits or GateLimits(cross_entropy=budget)
+    gates = tuple(task_gates([(name, (a,)) for name, a in agreements], allowed))
+    p_values = [_tail(abs(gap.mxfp8[0]) - budget, error) for gap, error in changes]
+    failed = holm(p_values, [1.0] * len(changes), ALPHA)
+    tasks = tuple(
+        _served_verdict(name, gap, error, f, rows=rows, budget=budget)
+        for (name, _), (gap, error), f in zip(agreements, changes, failed, strict=True)
+    )
+    evidence = Evidence(gaps=(), same_weights=(), rows=rows, twins_only=True)
+    decided, undecided = _what_is_known(gates, tasks, (), evidence)
+    outcome, reasons = _conclusion(evidence, gates, tasks, ())
+    return Decision(
+        outcome=outcome,
+        reasons=tuple(reasons),
+        decided=tuple(decided),
+        undecided=tuple(undecided),
+        gates=gates,
+        tasks=tasks,
+        power=_worst_power([task.power for task in tasks]),
+        budget=budget,
+    )
+
+
+def _tail(beyond: float, error: float) -> float:
+    if error == 0:
+        return 0.0 if beyond > 0 else 1.0
+    return 1 - student_t.cdf(beyond / error, BLOCKS - 1)
+
+
+def _served_verdict(seed: str, gaps: TaskGaps, error: float, failed: bool, *, rows: int, budget: float) -> TaskVerdict:
+    """One seed's change of NE on the same weights, by its row noise."""
+    gap, half = gaps.mxfp8[0], student_t.quantile(1 - ALPHA, BLOCKS - 1) * error
+    interval = Interval(mean=gap, low=gap - half, high=gap + half, alpha=ALPHA)
+    outcome = Outcome.FAIL if failed else Outcome.PASS if interval.inside(budget) else Outcome.INCONCLUSIVE
+    reason = (
+        f"{gaps.task}, seed {seed}: {gaps.undefined}"
+        if gaps.undefined
+        else (
+            f"{gaps.task}, seed {seed}: relative NE {gap:+.3%}, {interval.confidence} interval over rows "
+            f"[{interval.low:+.3%}, {interval.high:+.3%}], budget ±{budget:.3%}"
+        )
+    )
+    resolvable = error * (
+        student_t.quantile(1 - ALPHA, BLOCKS - 1) + student_t.quantile(1 - (1 - POWER) / 2, BLOCKS - 1)
+    )
+    needed = (
+        NO_POWER
+        if math.isnan(resolvable)
+        else Power(
+            ne_resolvable=resolvable,
+            seeds_needed=1 if resolvable <= budget else None,
+            rows_needed=max(1, math.ceil(rows * (resolvable / budget) ** 2)),
+        )
+    )
+    return TaskVerdict(
+        task=gaps.task,
+        outcome=outcome,
+        interval=interval,
+        power=needed,
+        reason=reason,
+        rows=gaps.rows,
+        positives=gaps.positives,
     )
 
 
