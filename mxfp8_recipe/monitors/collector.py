@@ -78,8 +78,9 @@ class Collector:
     def __init__(self, names: Mapping[nn.Module, str], attention_names: Mapping[str, str], rows: int) -> None:
         self.names, self.attention_names, self.rows = names, attention_names, rows
         self.fields: dict[Key, Fields] = {}
-        self.errors: dict[Key, Tensor] = {}
+        self.errors: dict[Key, list[Tensor]] = {}
         self.suspects: dict[Key, list[Suspects]] = {}
+        self.weights: dict[str, Tensor] = {}
         self.problems: dict[str, str] = {}
         self.forward_open = True
         self.seconds = 0.0
@@ -139,6 +140,7 @@ class Collector:
             self._tensor((layer, "input"), whole, x, x_q, x_s, x_spec)
         slab, slab_q, slab_s = (sample_rows(part, self.rows) for part in (w, w_q, w_s)) if w_spec else (w, w_q, w_s)
         self._tensor((layer, "weight"), w, slab, slab_q, slab_s, w_spec)
+        self.weights[layer] = w
         if x_spec:
             product = backends.gemm(x_q, x_s, x_spec, w_q, w_s, w_spec, None, x.dtype, "auto")
             self._error((layer, "fprop"), product, x, w)
@@ -176,10 +178,9 @@ class Collector:
             self._add(key, tensor_fields(peaks, sampled, qdata, scale, QuantSpec.decode(spec)))
         else:
             self._add(key, unquantized_fields(peaks))
-        rows = peaks.amax(-1).nan_to_num(torch.inf) if peaks.numel() else peaks.new_zeros(0)
-        index = rows.topk(min(SUSPECT_ROWS, len(rows))).indices
         kept = self.suspects.setdefault(key, [])
-        if len(kept) < MOST_SUSPECTS:
+        if len(kept) < MOST_SUSPECTS and peaks.numel() and key[1] != "weight":
+            index = peaks.amax(-1).topk(min(SUSPECT_ROWS, len(peaks))).indices  # NaN counts as the largest
             kept.append(Suspects(index, whole[index]))
 
     def _add(self, key: Key, fields: Fields) -> None:
@@ -191,8 +192,9 @@ class Collector:
     def _error(self, key: Key, product: Tensor, a: Tensor, b: Tensor) -> None:
         """Compare an MXFP8 product with that of the same operands (R, C) and (N, C) in BF16."""
         expected = backends.matmul(a.bfloat16(), b.bfloat16(), None, torch.float32, "auto")
-        powers = product_error(product, expected)
-        self.errors[key] = self.errors[key] + powers if key in self.errors else powers
+        norms = product_error(product, expected)
+        before = self.errors.get(key)
+        self.errors[key] = norms if before is None else [torch.hypot(a, b) for a, b in zip(before, norms)]
 
 
 def _high(call: LinearCall) -> Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from mxfp8_recipe.monitors.collector import Collector
+from mxfp8_recipe.monitors.collector import SUSPECT_ROWS, Collector
 
 
 def dump_path(directory: Path, step: int, layer: str, tensor: str, rank: int) -> Path:
@@ -25,7 +25,11 @@ def dump_operands(path: Path, collector: Collector, step: int, layer: str, tenso
     operands = {
         name: [{"index": s.index.cpu(), "rows": s.rows.cpu()} for s in kept]
         for (owner, name), kept in collector.suspects.items()
-        if owner == layer
+        if owner == layer and kept
     }
+    if layer in collector.weights:
+        weight = collector.weights[layer]
+        index = weight.abs().amax(-1).topk(min(SUSPECT_ROWS, len(weight))).indices
+        operands["weight"] = [{"index": index.cpu(), "rows": weight[index].cpu()}]
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"step": step, "layer": layer, "tensor": tensor, "operands": operands}, path)

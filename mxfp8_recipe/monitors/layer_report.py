@@ -11,7 +11,16 @@ from mxfp8_recipe.autograd import AttentionConfig, LinearConfig
 from mxfp8_recipe.modules import is_swapped
 from mxfp8_recipe.monitors.collector import Collector
 from mxfp8_recipe.monitors.monitor_records import LayerStatistics
-from mxfp8_recipe.monitors.tensor_statistics import MAXIMA, NO_SCALE, SUMS, decibels, statistics_of
+from mxfp8_recipe.monitors.tensor_statistics import (
+    MAXIMA,
+    NOTHING,
+    ROOTS,
+    SUMS,
+    Value,
+    decibels,
+    gathered,
+    statistics_of,
+)
 
 LINEAR = ("input", "weight", "grad_output")
 GEMMS = ("fprop", "dgrad", "wgrad")
@@ -61,22 +70,21 @@ class Packed:
 
 def pack(collector: Collector, rows: list[Site], device: torch.device) -> Packed:
     """Everything collected, in the layout of `rows`; what was not seen adds nothing."""
-    no_sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
-    no_maxima = torch.tensor([0.0, NO_SCALE, NO_SCALE], dtype=torch.float64, device=device)
-    sums, maxima, errors = [], [], []
+    sums: list[list[Value]] = []
+    maxima: list[list[Value]] = []
+    errors: list[list[Value]] = []
     for site in rows:
         for tensor in site.tensors:
             fields = collector.fields.get((site.layer, tensor))
-            sums.append(no_sums if fields is None else fields.sums.to(device))
-            maxima.append(no_maxima if fields is None else fields.maxima.to(device))
+            sums.append([0.0] * len(SUMS) if fields is None else fields.sums)
+            maxima.append([0.0, NOTHING, NOTHING] if fields is None else fields.maxima)
         for gemm in site.gemms:
-            powers = collector.errors.get((site.layer, gemm))
-            errors.append(no_sums[:2] if powers is None else powers.to(device))
-    return Packed(*(torch.stack(x) if x else no_sums.new_zeros(0, n) for x, n in _widths(sums, maxima, errors)))
-
-
-def _widths(sums: list[Tensor], maxima: list[Tensor], errors: list[Tensor]) -> list[tuple[list[Tensor], int]]:
-    return [(sums, len(SUMS)), (maxima, len(MAXIMA)), (errors, 2)]
+            norms: list[Value] = [*collector.errors.get((site.layer, gemm), (0.0, 0.0))]
+            errors.append(norms)
+    packed = [gathered(values, device) if values else torch.zeros(0, width, dtype=torch.float64, device=device)
+              for values, width in ((sums, len(SUMS)), (maxima, len(MAXIMA)), (errors, 2))]  # fmt: skip
+    packed[0][:, : len(ROOTS)].square_()
+    return Packed(packed[0], packed[1], packed[2].square_())
 
 
 def unpack(packed: Packed, rows: list[Site]) -> tuple[LayerStatistics, ...]:

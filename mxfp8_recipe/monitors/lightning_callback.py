@@ -13,7 +13,7 @@ from torch import nn
 from mxfp8_recipe.monitors.monitor import NumericsMonitor
 
 try:
-    from lightning.pytorch import Callback
+    from lightning.pytorch import Callback  # pyright: ignore[reportMissingImports]
 except ImportError as error:
     raise ModuleNotFoundError(
         'mxfp8_recipe.monitors.lightning_callback needs lightning: pip install "mxfp8-recipe[lightning]"',

@@ -23,27 +23,55 @@ from torch import Tensor
 
 from mxfp8_recipe import backends
 from mxfp8_recipe.fused.reference import dequantize, random_hadamard, scale_to_float
-from mxfp8_recipe.fused.spec import BLOCK, QuantSpec
+from mxfp8_recipe.fused.spec import BLOCK, QuantSpec, ScaleRounding
 from mxfp8_recipe.monitors.monitor_records import TensorStatistics
 
 SLAB = 128
 """Rows that are sampled together: a multiple of every tile."""
 
-SUMS = ("signal", "noise", "elements", "nonzero", "underflow", "saturated", "blocks", "nonfinite")
-MAXIMA = ("amax", "largest_scale", "smallest_scale_negated")
-NO_SCALE = -(2.0**15)
-"""Below every exponent: no block has been seen."""
+SUMS = ("signal", "noise", "elements", "nonzero", "kept", "saturated", "blocks", "nonfinite")
+MAXIMA = ("amax", "largest_scale", "smallest_scale")
+"""Scales as bytes: the largest plus 1, and 1 minus the smallest, both modulo 256, so that the bytes of a non-finite
+block (255) and of a block of zeros (0) fall out of the comparison."""
+
+ROOTS = ("signal", "noise")
+"""Sums of squares, kept as their roots until they are packed."""
+
+NOTHING = -256.0
+"""Below every maximum: no block has been seen."""
+
+Value = Tensor | float
 
 
 class Fields:
-    """The sums and maxima of one tensor: (len(SUMS),) and (len(MAXIMA),) fp64 on its device."""
+    """The sums and maxima of one tensor, scalars on its device or known ones; `ROOTS` as they are, not yet squared."""
 
-    def __init__(self, sums: Tensor, maxima: Tensor) -> None:
+    def __init__(self, sums: list[Value], maxima: list[Value]) -> None:
         self.sums, self.maxima = sums, maxima
 
     def add(self, other: Fields) -> None:
-        self.sums = self.sums + other.sums
-        self.maxima = torch.maximum(self.maxima, other.maxima)
+        for i, name in enumerate(SUMS):
+            a, b = self.sums[i], other.sums[i]
+            self.sums[i] = torch.hypot(_double(a), _double(b)) if name in ROOTS else _double(a) + _double(b)
+        self.maxima = [torch.maximum(_double(a), _double(b)) for a, b in zip(self.maxima, other.maxima)]
+
+
+def _double(value: Value) -> Tensor:
+    return value.double() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+
+
+def gathered(values: list[list[Value]], device: torch.device) -> Tensor:
+    """(rows, columns) fp64 on `device` of rows of scalars, with one copy for each dtype among them."""
+    flat = [value for row in values for value in row]
+    result = torch.tensor([0.0 if isinstance(v, Tensor) else v for v in flat], dtype=torch.float64).to(device)
+    places: dict[torch.dtype, list[int]] = {}
+    for place, value in enumerate(flat):
+        if isinstance(value, Tensor):
+            places.setdefault(value.dtype, []).append(place)
+    for where in places.values():
+        stacked = torch.stack([flat[place].to(device) for place in where])  # pyright: ignore[reportAttributeAccessIssue]
+        result[torch.tensor(where, device=device)] = stacked.double()
+    return result.view(len(values), -1)
 
 
 def sample_rows(x: Tensor, rows: int) -> Tensor:
@@ -75,97 +103,94 @@ def tensor_fields(peaks: Tensor, sampled: Tensor, qdata: Tensor, scale: Tensor, 
         peaks: `block_amax` of the whole tensor. sampled: (R, C) of it, contraction last, before any rotation.
         qdata, scale: (R, C) and (R, ceil(C / 32)) uint8, `sampled` quantized per `spec`.
     """
-    finite = peaks.isfinite()
-    amax = peaks.where(finite, 0.0).amax() if peaks.numel() else peaks.new_zeros(())
+    amax, nonfinite = _of_blocks(peaks)
     values = random_hadamard(sampled, spec.hadamard) if spec.hadamard else sampled.float()
-    levels = dequantize(qdata.view(spec.elem.dtype), scale)
-    sums = _error_sums(values, levels, qdata, scale, spec)
-    sums += [torch.full_like(sums[0], float(peaks.numel())), (~finite).sum()]
-    return Fields(_stack(sums), _stack([amax, *_scale_range(scale, qdata)]))
+    levels = (
+        dequantize(qdata.view(spec.elem.dtype), scale) if qdata.device.type == "cpu" else _levels(qdata, scale, spec)
+    )
+    sums = _error_sums(values, levels)
+    saturated: Value = 0.0
+    if spec.scale_rounding is not ScaleRounding.RCEIL:  # which no finite element exceeds
+        limit = (scale_to_float(scale) * spec.elem.max).repeat_interleave(BLOCK, dim=-1)[..., : values.shape[-1]]
+        saturated = torch.count_nonzero(values.abs() > limit)
+    return Fields([*sums, saturated, float(peaks.numel()), nonfinite], [amax, *_scale_range(scale)])
+
+
+def _levels(qdata: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
+    """`dequantize` in three kernels of a device that converts both formats itself."""
+    levels = qdata.view(spec.elem.dtype).float()
+    factor = scale.view(torch.float8_e8m0fnu).float()
+    length = levels.shape[-1]
+    if length % BLOCK:
+        return levels.mul_(factor.repeat_interleave(BLOCK, dim=-1)[..., :length])
+    levels.unflatten(-1, (-1, BLOCK)).mul_(factor.unsqueeze(-1))
+    return levels
 
 
 def unquantized_fields(peaks: Tensor) -> Fields:
     """Fields of an operand that no GEMM quantizes: amax and non-finite blocks."""
-    finite = peaks.isfinite()
-    amax = peaks.where(finite, 0.0).amax() if peaks.numel() else peaks.new_zeros(())
-    nothing = torch.zeros((), device=peaks.device)
-    sums = [nothing] * 6 + [torch.full_like(nothing, float(peaks.numel())), (~finite).sum()]
-    return Fields(_stack(sums), _stack([amax, nothing + NO_SCALE, nothing + NO_SCALE]))
+    amax, nonfinite = _of_blocks(peaks)
+    return Fields([0.0] * 6 + [float(peaks.numel()), nonfinite], [amax, NOTHING, NOTHING])
 
 
-def _error_sums(values: Tensor, levels: Tensor, qdata: Tensor, scale: Tensor, spec: QuantSpec) -> list[Tensor]:
-    known = levels.isfinite()
-    signal = _power(values.where(known, 0.0))
-    noise = _power((values - levels).where(known, 0.0))
-    nonzero = values != 0
-    lost = nonzero & ((qdata & 0x7F) == 0)
-    limit = scale_to_float(scale) * spec.elem.max
-    length = values.shape[-1]
-    beyond = values.abs() > limit.repeat_interleave(BLOCK, dim=-1)[..., :length]
-    elements = torch.full_like(signal, float(values.numel()))
-    return [signal, noise, elements, nonzero.sum(), lost.sum(), beyond.sum()]
+def _of_blocks(peaks: Tensor) -> tuple[Value, Value]:
+    """Largest finite peak, and how many are not finite (each less itself is NaN)."""
+    if not peaks.numel():
+        return 0.0, 0.0
+    return peaks.nan_to_num(0.0, 0.0, 0.0).amax(), torch.count_nonzero(peaks - peaks)
 
 
-def _scale_range(scale: Tensor, qdata: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest exponent and the negative of the smallest, zero and non-finite blocks left out."""
-    exponent = scale.to(torch.float32) - 127
-    used = (scale != 255) & (scale != 0)
-    nothing = torch.full((), NO_SCALE, device=scale.device)
+def _error_sums(values: Tensor, levels: Tensor) -> list[Value]:
+    """Signal, noise, elements, and nonzero ones before and after; a non-finite block's levels are NaN."""
+    noise = (values - levels).nan_to_num_(0.0, 0.0, 0.0)
+    signal = values.nan_to_num(0.0, 0.0, 0.0)
+    counts = torch.count_nonzero(values), torch.count_nonzero(levels)
+    return [_norm(signal), _norm(noise), float(values.numel()), *counts]
+
+
+def _scale_range(scale: Tensor) -> list[Value]:
+    """As `MAXIMA` says."""
     if not scale.numel():
-        return nothing, nothing
-    return exponent.where(used, NO_SCALE).amax(), (-exponent).where(used, NO_SCALE).amax()
+        return [NOTHING, NOTHING]
+    return [(scale + 1).amax(), -(scale - 1).amin().to(torch.int16)]
 
 
 def fixed_scale_fields(values: Tensor, exponent: int, spec: QuantSpec) -> Fields:
     """Fields of (M, C) values quantized with one scale, `2**exponent`, as attention's probabilities are."""
     scaled = values * 2.0**-exponent
     elements = scaled.clamp(-spec.elem.max, spec.elem.max).to(spec.elem.dtype)
-    known = values.isfinite()
-    levels = elements.float() * 2.0**exponent
-    nonzero = values != 0
-    peaks = block_amax(values).flatten()
-    sums = [
-        _power(values.where(known, 0.0)),
-        _power((values - levels).where(known, 0.0)),
-        torch.full((), float(values.numel()), device=values.device),
-        nonzero.sum(),
-        (nonzero & (levels == 0)).sum(),
-        (scaled.abs() > spec.elem.max).sum(),
-        torch.full((), float(peaks.numel()), device=values.device),
-        (~peaks.isfinite()).sum(),
-    ]
-    amax = peaks.where(peaks.isfinite(), 0.0).amax() if peaks.numel() else peaks.new_zeros(())
-    scale = torch.full((), float(exponent), device=values.device)
-    return Fields(_stack(sums), _stack([amax, scale, -scale]))
+    peaks = block_amax(values)
+    amax, nonfinite = _of_blocks(peaks)
+    sums = _error_sums(values, elements.float() * 2.0**exponent)
+    saturated = torch.count_nonzero(scaled.abs() > spec.elem.max)
+    byte = float(exponent + 127)
+    return Fields([*sums, saturated, float(peaks.numel()), nonfinite], [amax, byte + 1, 1 - byte])
 
 
-def product_error(actual: Tensor, expected: Tensor) -> Tensor:
-    """(2,) fp64: power of `expected`, and of the difference, over elements that are finite in both."""
-    actual, expected = actual.float(), expected.float()
-    known = actual.isfinite() & expected.isfinite()
-    return _stack([_power(expected.where(known, 0.0)), _power((actual - expected).where(known, 0.0))])
+def product_error(actual: Tensor, expected: Tensor) -> list[Tensor]:
+    """Norm of `expected`, and of the difference, over elements that are finite."""
+    expected = expected.float()
+    difference = (actual.float() - expected).nan_to_num_(0.0, 0.0, 0.0)
+    return [_norm(expected.nan_to_num(0.0, 0.0, 0.0)), _norm(difference)]
 
 
-def _power(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dtype=torch.float64).square()
-
-
-def _stack(values: list[Tensor]) -> Tensor:
-    return torch.stack([value.double() for value in values])
+def _norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dtype=torch.float64)
 
 
 def statistics_of(sums: list[float], maxima: list[float]) -> TensorStatistics | None:
-    """The record of fields that were read; None for a tensor nobody saw."""
+    """The record of fields that were read, `ROOTS` squared; None for a tensor nobody saw."""
     s, m = dict(zip(SUMS, sums)), dict(zip(MAXIMA, maxima))
     if not s["blocks"]:
         return None
-    seen = m["largest_scale"] > NO_SCALE
+    largest, smallest = int(m["largest_scale"]) - 1, 1 - int(m["smallest_scale"])
+    seen = largest > 0 and smallest <= largest
     return TensorStatistics(
         amax=m["amax"],
-        scale_min=int(-m["smallest_scale_negated"]) if seen else None,
-        scale_max=int(m["largest_scale"]) if seen else None,
+        scale_min=smallest - 127 if seen else None,
+        scale_max=largest - 127 if seen else None,
         sqnr_db=decibels(s["signal"], s["noise"]),
-        underflow_frac=s["underflow"] / s["nonzero"] if s["nonzero"] else 0.0,
+        underflow_frac=max(s["nonzero"] - s["kept"], 0.0) / s["nonzero"] if s["nonzero"] else 0.0,
         saturation_frac=s["saturated"] / s["elements"] if s["elements"] else 0.0,
         nonfinite_blocks=int(s["nonfinite"]),
         blocks=int(s["blocks"]),

@@ -14,7 +14,7 @@ from mxfp8_recipe.monitors.monitor import NumericsMonitor
 from mxfp8_recipe.monitors.predictions import logits_in
 
 try:
-    from transformers import TrainerCallback
+    from transformers import TrainerCallback  # pyright: ignore[reportMissingImports]
 except ImportError as error:
     raise ModuleNotFoundError(
         'mxfp8_recipe.monitors.trainer_callback needs transformers: pip install "mxfp8-recipe[transformers]"',
