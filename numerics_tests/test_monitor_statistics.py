@@ -51,7 +51,7 @@ def expected(x: Tensor, scale_rounding: str = "rceil", tile: str = "1x32") -> di
     healthy = blocks.isfinite().all(-1)
     nonzero = x != 0
     return {
-        "amax": float(blocks[healthy].abs().max()),
+        "amax": float(x[healthy.all(1)].abs().max()),
         "scale_min": int(used.min()),
         "scale_max": int(used.max()),
         "sqnr_db": float(10 * (values.square().sum() / (values - levels).square().sum()).log10()),

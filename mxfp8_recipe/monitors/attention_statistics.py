@@ -20,7 +20,7 @@ from mxfp8_recipe.fused.attention.reference import PROBS_EXPONENT
 from mxfp8_recipe.fused.attention.spec import AttentionSpec
 from mxfp8_recipe.fused.reference import dequantize, quantize_spec
 from mxfp8_recipe.fused.spec import QuantSpec, Rounding
-from mxfp8_recipe.monitors.tensor_statistics import Fields, block_amax, fixed_scale_fields, tensor_fields
+from mxfp8_recipe.monitors.tensor_statistics import Fields, fixed_scale_fields, peaks_of, tensor_fields
 
 MOST_SCORES = 2**20
 """Scores that are computed again for one call."""
@@ -101,7 +101,7 @@ def _fields(x: Tensor, spec: QuantSpec) -> Fields:
     qdata, scale = quantize_spec(x, spec)
     flat = x.flatten(0, 2)
     return tensor_fields(
-        block_amax(flat), flat, qdata.view(torch.uint8).flatten(0, 2), scale.view(torch.uint8).flatten(0, 2), spec
+        peaks_of(flat), flat, qdata.view(torch.uint8).flatten(0, 2), scale.view(torch.uint8).flatten(0, 2), spec
     )
 
 

@@ -28,7 +28,7 @@ from mxfp8_recipe.monitors.attention_statistics import (
 )
 from mxfp8_recipe.monitors.tensor_statistics import (
     Fields,
-    block_amax,
+    peaks_of,
     product_error,
     quantized,
     sample_rows,
@@ -173,14 +173,14 @@ class Collector:
                 self._add((layer, "grad_scores"), fields)
 
     def _tensor(self, key: Key, whole: Tensor, sampled: Tensor, qdata: Tensor, scale: Tensor, spec: str) -> None:
-        peaks = block_amax(whole)
+        peaks = peaks_of(whole)
         if spec:
             self._add(key, tensor_fields(peaks, sampled, qdata, scale, QuantSpec.decode(spec)))
         else:
             self._add(key, unquantized_fields(peaks))
         kept = self.suspects.setdefault(key, [])
-        if len(kept) < MOST_SUSPECTS and peaks.numel() and key[1] != "weight":
-            index = peaks.amax(-1).topk(min(SUSPECT_ROWS, len(peaks))).indices  # NaN counts as the largest
+        if len(kept) < MOST_SUSPECTS and peaks.blocks and key[1] != "weight":
+            index = peaks.rows.topk(min(SUSPECT_ROWS, len(whole))).indices  # NaN counts as the largest
             kept.append(Suspects(index, whole[index]))
 
     def _add(self, key: Key, fields: Fields) -> None:

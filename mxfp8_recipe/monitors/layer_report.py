@@ -79,12 +79,14 @@ def pack(collector: Collector, rows: list[Site], device: torch.device) -> Packed
             sums.append([0.0] * len(SUMS) if fields is None else fields.sums)
             maxima.append([0.0, NOTHING, NOTHING] if fields is None else fields.maxima)
         for gemm in site.gemms:
-            norms: list[Value] = [*collector.errors.get((site.layer, gemm), (0.0, 0.0))]
-            errors.append(norms)
-    packed = [gathered(values, device) if values else torch.zeros(0, width, dtype=torch.float64, device=device)
-              for values, width in ((sums, len(SUMS)), (maxima, len(MAXIMA)), (errors, 2))]  # fmt: skip
+            errors.append(list(collector.errors.get((site.layer, gemm)) or (0.0, 0.0)))
+    packed = [_gathered(sums, len(SUMS), device), _gathered(maxima, len(MAXIMA), device), _gathered(errors, 2, device)]
     packed[0][:, : len(ROOTS)].square_()
     return Packed(packed[0], packed[1], packed[2].square_())
+
+
+def _gathered(values: list[list[Value]], width: int, device: torch.device) -> Tensor:
+    return gathered(values, device) if values else torch.zeros(0, width, dtype=torch.float64, device=device)
 
 
 def unpack(packed: Packed, rows: list[Site]) -> tuple[LayerStatistics, ...]:

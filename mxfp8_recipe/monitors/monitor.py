@@ -76,6 +76,7 @@ class NumericsMonitor:
         model: what the training loop calls: the module, or its DDP or `torch.compile` wrapper.
         every: steps from one report to the next; step 0 is reported.
         sinks: where reports go; see `monitors.sinks`.
+        statistics: report layers; without, only predictions are compared with the shadow's, at a fraction of the cost.
         backward: on sampled steps also run forward and backward in both precisions, for the cosine between their
             gradients layer by layer. Costs two steps.
         action: `"warn"`, `"raise"` (`NumericsAlarm`), or `"demote"`: warn, and take the layer that raised an alarm
@@ -101,6 +102,7 @@ class NumericsMonitor:
         *,
         every: int = 100,
         sinks: Sequence[Sink] = (),
+        statistics: bool = True,
         backward: bool = False,
         action: Action = "warn",
         limits: AlarmLimits | None = None,
@@ -121,7 +123,7 @@ class NumericsMonitor:
         if action not in ("warn", "raise", "demote"):
             raise ValueError(f"action: got {action!r}, expected 'warn', 'raise' or 'demote'")
         self.every, self.backward, self.action, self.rows = every, backward, action, rows
-        self.dump_dir = Path(dump_dir)
+        self.dump_dir, self.statistics = Path(dump_dir), statistics
         self.alarms = Alarms(limits or AlarmLimits())
         self._logits_of, self._loss = logits_of or logits_in, loss
         self._called, self._plain = called_module(model), plain_module(model)
@@ -249,7 +251,7 @@ class NumericsMonitor:
             return
         self._sampled = _Sampled(TrainingCall.now(self._plain, args, kwargs))
         self._collector.forward_open = True
-        listen(self._collector)
+        listen(self._collector if self.statistics else None)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -326,6 +328,7 @@ class NumericsMonitor:
 
     def _complete(self, sampled: _Sampled | None, collector: Collector, given: _Given) -> _Sampled | None:
         """The sampled call, with what the training's own forward did not show run again."""
+        heard = collector if self.statistics else None
         if sampled is None:
             if given.batch is None:
                 self._note(
@@ -335,11 +338,13 @@ class NumericsMonitor:
                 return None
             call = TrainingCall.of_batch(self._plain, given.batch)
             sampled = _Sampled(call, replayed=True)
-            sampled.output = self._aside("probe", lambda: self._shadow_pass.probe(call, collector))
+            sampled.output = self._aside("probe", lambda: self._shadow_pass.probe(call, heard))
             sampled.shadow = self._aside("shadow", lambda: self._shadow_pass.shadow(call))
-        elif has_compiled_parts(self._called) and {site.layer for site in sites(self._names)} - collector.heard:
+        elif (
+            heard and has_compiled_parts(self._called) and {site.layer for site in sites(self._names)} - collector.heard
+        ):
             call = sampled.call
-            self._aside("probe", lambda: self._shadow_pass.probe(call, collector))
+            self._aside("probe", lambda: self._shadow_pass.probe(call, heard))
         elif collector.heard and not any(tensor == "grad_output" for _, tensor in collector.fields):
             self._note("step was called before backward: grad_output was not seen; call it after")
         return sampled
@@ -364,7 +369,7 @@ class NumericsMonitor:
 
         def ask(high: bool) -> dict[Tensor, Tensor | None] | None:
             unseen = not any(tensor == "grad_output" for _, tensor in collector.fields)
-            heard = None if high or not unseen else collector
+            heard = collector if self.statistics and unseen and not high else None
             run = self._shadow_pass.gradients
             found = self._aside("backward", lambda: run(sampled.call, loss, parameters, high=high, listener=heard))
             return None if found is None else dict(zip(parameters, found))

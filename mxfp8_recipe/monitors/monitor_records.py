@@ -11,7 +11,7 @@ class TensorStatistics(Record):
     """One operand of an MXFP8 layer on one sampled step, over all ranks.
 
     Attributes:
-        amax: largest finite magnitude of the whole tensor.
+        amax: largest magnitude in rows without NaN or Inf, of the whole tensor.
         scale_min, scale_max: exponents of the smallest and largest scale; None where every block is zero or not finite.
         sqnr_db: signal to quantization noise; None without a signal, infinite without noise.
         underflow_frac: share of the nonzero elements that quantize to zero.

@@ -7,7 +7,7 @@ be read before the report. Per tensor, over blocks of 32 along the contraction:
     underflow_frac    share of the nonzero elements that quantize to zero
     saturation_frac   share of the elements beyond the largest magnitude their scale can hold
     scale range       exponents of the smallest and largest scale, blocks of zeros left out
-    amax              largest finite magnitude;  non-finite blocks: those with NaN or Inf
+    amax              largest magnitude in rows without NaN or Inf;  non-finite blocks: those with one
 
 amax and non-finite blocks are of the whole tensor, the rest of at most `rows` rows of it, in whole slabs of
 `SLAB` rows, so that every tile is the one the layer quantizes.
@@ -16,6 +16,7 @@ amax and non-finite blocks are of the whole tensor, the rest of at most `rows` r
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -91,19 +92,39 @@ def block_amax(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x.unflatten(-1, (-1, BLOCK)), math.inf, -1)
 
 
+@dataclass(frozen=True)
+class Peaks:
+    """Of a whole (M, K) tensor: the largest magnitude of each row (M,), and its blocks with NaN or Inf, out of all."""
+
+    rows: Tensor
+    nonfinite: Value
+    blocks: int
+
+
+def peaks_of(x: Tensor) -> Peaks:
+    """Peaks of (M, K). Where a kernel quantizes, its scales tell the blocks with NaN or Inf faster than a reduction."""
+    if not x.numel():
+        return Peaks(x.new_zeros(0), 0.0, 0)
+    if backends.select(x.device) != "reference":
+        scale = backends.quantize(x, QuantSpec().encode(), "", None, 0, "auto")[1]
+        rows = torch.linalg.vector_norm(x, math.inf, -1)
+        return Peaks(rows, torch.count_nonzero(scale == 255), scale.numel())
+    blocks = block_amax(x)
+    return Peaks(blocks.amax(-1), torch.count_nonzero(blocks - blocks), blocks.numel())  # Inf - Inf is NaN
+
+
 def quantized(x: Tensor, rowwise: str, colwise: str, seed: Tensor | None, stream: int) -> tuple[Tensor, ...]:
     """`(qdata, scale, qdata_t, scale_t)` of (M, K) as the layer's own op quantizes it."""
     return backends.quantize(x, rowwise, colwise, seed, stream, "auto")
 
 
-def tensor_fields(peaks: Tensor, sampled: Tensor, qdata: Tensor, scale: Tensor, spec: QuantSpec) -> Fields:
+def tensor_fields(peaks: Peaks, sampled: Tensor, qdata: Tensor, scale: Tensor, spec: QuantSpec) -> Fields:
     """Fields of one operand.
 
     Args:
-        peaks: `block_amax` of the whole tensor. sampled: (R, C) of it, contraction last, before any rotation.
+        peaks: of the whole tensor. sampled: (R, C) of it, contraction last, before any rotation.
         qdata, scale: (R, C) and (R, ceil(C / 32)) uint8, `sampled` quantized per `spec`.
     """
-    amax, nonfinite = _of_blocks(peaks)
     values = random_hadamard(sampled, spec.hadamard) if spec.hadamard else sampled.float()
     levels = (
         dequantize(qdata.view(spec.elem.dtype), scale) if qdata.device.type == "cpu" else _levels(qdata, scale, spec)
@@ -113,7 +134,7 @@ def tensor_fields(peaks: Tensor, sampled: Tensor, qdata: Tensor, scale: Tensor, 
     if spec.scale_rounding is not ScaleRounding.RCEIL:  # which no finite element exceeds
         limit = (scale_to_float(scale) * spec.elem.max).repeat_interleave(BLOCK, dim=-1)[..., : values.shape[-1]]
         saturated = torch.count_nonzero(values.abs() > limit)
-    return Fields([*sums, saturated, float(peaks.numel()), nonfinite], [amax, *_scale_range(scale)])
+    return Fields([*sums, saturated, *_counts(peaks)], [_amax(peaks), *_scale_range(scale)])
 
 
 def _levels(qdata: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
@@ -127,17 +148,17 @@ def _levels(qdata: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
     return levels
 
 
-def unquantized_fields(peaks: Tensor) -> Fields:
+def unquantized_fields(peaks: Peaks) -> Fields:
     """Fields of an operand that no GEMM quantizes: amax and non-finite blocks."""
-    amax, nonfinite = _of_blocks(peaks)
-    return Fields([0.0] * 6 + [float(peaks.numel()), nonfinite], [amax, NOTHING, NOTHING])
+    return Fields([0.0] * 6 + _counts(peaks), [_amax(peaks), NOTHING, NOTHING])
 
 
-def _of_blocks(peaks: Tensor) -> tuple[Value, Value]:
-    """Largest finite peak, and how many are not finite (each less itself is NaN)."""
-    if not peaks.numel():
-        return 0.0, 0.0
-    return peaks.nan_to_num(0.0, 0.0, 0.0).amax(), torch.count_nonzero(peaks - peaks)
+def _counts(peaks: Peaks) -> list[Value]:
+    return [float(peaks.blocks), peaks.nonfinite]
+
+
+def _amax(peaks: Peaks) -> Value:
+    return peaks.rows.nan_to_num(0.0, 0.0, 0.0).amax() if peaks.blocks else 0.0
 
 
 def _error_sums(values: Tensor, levels: Tensor) -> list[Value]:
@@ -159,12 +180,11 @@ def fixed_scale_fields(values: Tensor, exponent: int, spec: QuantSpec) -> Fields
     """Fields of (M, C) values quantized with one scale, `2**exponent`, as attention's probabilities are."""
     scaled = values * 2.0**-exponent
     elements = scaled.clamp(-spec.elem.max, spec.elem.max).to(spec.elem.dtype)
-    peaks = block_amax(values)
-    amax, nonfinite = _of_blocks(peaks)
+    peaks = peaks_of(values)
     sums = _error_sums(values, elements.float() * 2.0**exponent)
     saturated = torch.count_nonzero(scaled.abs() > spec.elem.max)
     byte = float(exponent + 127)
-    return Fields([*sums, saturated, float(peaks.numel()), nonfinite], [amax, byte + 1, 1 - byte])
+    return Fields([*sums, saturated, *_counts(peaks)], [_amax(peaks), byte + 1, 1 - byte])
 
 
 def product_error(actual: Tensor, expected: Tensor) -> list[Tensor]:
