@@ -23,7 +23,7 @@ from mxfp8_recipe.ab.compare_rows import Aligned
 from mxfp8_recipe.ab.environment import command_line, describe
 from mxfp8_recipe.ab.report import finite, verdict_row
 from mxfp8_recipe.monitors import metrics
-from mxfp8_recipe.monitors.bootstrap import RowNoise, relative_calibration_gap, relative_ne_gap, row_noise
+from mxfp8_recipe.monitors.bootstrap import relative_calibration_gap, relative_ne_gap, row_noise
 from mxfp8_recipe.monitors.entropy import EntropySums
 from mxfp8_recipe.monitors.equivalence import TaskGaps, seed_interval
 from mxfp8_recipe.monitors.records import TaskAgreement
@@ -63,17 +63,16 @@ class Run:
 
 
 def compare(rows: Aligned, options: Options) -> tuple[Decision, dict[str, Any]]:
-    """The verdict and the report of a comparison; `rows.others` are the candidate, then the placebos."""
+    """The verdict and the report of a comparison; `rows.rows.others` are the candidate, then the placebos."""
     weights = _corrected(rows, options.negative_sampling_rate)
     reference, candidate, *placebos = [
-        _run(rows, found.path, found.prediction, weights, detail=index < 2)
-        for index, found in enumerate([rows.first, *rows.others])
+        _run(rows, Path(path), predictions, weights, detail=index < 2)
+        for index, (path, predictions) in enumerate(zip(rows.paths, [rows.rows.prediction, *rows.rows.others]))
     ]
-    identical = np.array_equal(rows.first.prediction, rows.others[0].prediction)
+    identical = np.array_equal(rows.rows.prediction, rows.rows.others[0])
     if options.same_weights:
         agreements = [_agreement(rows, where, weights, options.task) for where in rows.seeds.values()]
-        noise = [row_noise(a.blocks[None], b.blocks[None]) for a, b in zip(reference.sums, candidate.sums)]
-        changes = [_change(a, b, n, options.task) for a, b, n in zip(reference.sums, candidate.sums, noise)]
+        changes = [change_of(a, b, options.task) for a, b in zip(reference.sums, candidate.sums)]
         decision = decide_same_weights(
             list(zip(rows.seeds, agreements)), changes, rows=reference.sums[0].rows, budget=options.budget
         )
@@ -85,26 +84,27 @@ def compare(rows: Aligned, options: Options) -> tuple[Decision, dict[str, Any]]:
 
 def _corrected(rows: Aligned, rate: float) -> np.ndarray | None:
     """Weights on the scale of all rows; predictions are shifted in place."""
-    first = rows.first
+    table = rows.rows
     if rate == 1.0:
-        return first.weight
-    label, given = torch.from_numpy(first.label), None if first.weight is None else torch.from_numpy(first.weight)
-    weight = None
-    for found in (first, *rows.others):
-        predictions = torch.from_numpy(found.prediction)
-        corrected, weight = metrics.correct_negative_sampling(predictions, label, given, rate)
-        found.prediction = corrected.numpy()
-    assert weight is not None
-    return weight.numpy()
+        return table.weight
+    label, given = torch.from_numpy(table.label), None if table.weight is None else torch.from_numpy(table.weight)
+
+    def corrected(predictions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        p, w = metrics.correct_negative_sampling(torch.from_numpy(predictions), label, given, rate)
+        return p.numpy(), w.numpy()
+
+    table.prediction, weight = corrected(table.prediction)
+    table.others = [corrected(p)[0] for p in table.others]
+    return weight
 
 
 def _run(rows: Aligned, path: Path, predictions: np.ndarray, weights: np.ndarray | None, *, detail: bool) -> Run:
     """Sums of every seed; metrics of each and the first seed's curve where they are shown."""
     run = Run(path, [], [], [])
     for where in rows.seeds.values():
-        segments = None if rows.first.segment is None else rows.first.segment[where]
+        segments = None if rows.rows.segment is None else rows.rows.segment[where]
         weight = None if weights is None else weights[where]
-        p, y = predictions[where], rows.first.label[where]
+        p, y = predictions[where], rows.rows.label[where]
         run.sums.append(RowSums.of(p, y, weight, segments))
         if detail:
             columns = [t if t is None else torch.from_numpy(t) for t in (p, y, weight)]
@@ -162,9 +162,10 @@ def _gaps(
     return gaps_of(task, base, blocks(candidate), harmless, segment=label, rows=rows)
 
 
-def _change(reference: RowSums, candidate: RowSums, noise: RowNoise, task: str) -> tuple[TaskGaps, float]:
-    """One seed's gap and its standard error over rows."""
-    return gaps_of(task, [reference.blocks], [candidate.blocks], {}, rows=reference.rows), math.sqrt(noise.single)
+def change_of(reference: RowSums, candidate: RowSums, task: str) -> tuple[TaskGaps, float]:
+    """One seed's gap and its standard error over rows, for `decide_same_weights`."""
+    gaps = gaps_of(task, [reference.blocks], [candidate.blocks], {}, rows=reference.rows)
+    return gaps, math.sqrt(gaps.shared_row_variance)
 
 
 def _agreement(rows: Aligned, where: slice, weights: np.ndarray | None, task: str) -> TaskAgreement:
@@ -172,11 +173,11 @@ def _agreement(rows: Aligned, where: slice, weights: np.ndarray | None, task: st
     errors = _LogitErrors(task)
     for start in range(where.start, where.stop, CHUNK):
         part = slice(start, min(start + CHUNK, where.stop))
-        pair = [torch.from_numpy(f.prediction[part]).clamp(metrics.EPSILON, 1 - metrics.EPSILON).logit()
-                for f in (rows.first, rows.others[0])]  # fmt: skip
-        label = torch.from_numpy(rows.first.label[part])
+        pair = [torch.from_numpy(p[part]).clamp(metrics.EPSILON, 1 - metrics.EPSILON).logit()
+                for p in (rows.rows.prediction, rows.rows.others[0])]  # fmt: skip
+        label = torch.from_numpy(rows.rows.label[part])
         weight = torch.ones_like(label) if weights is None else torch.from_numpy(weights[part])
-        segments = None if rows.first.segment is None else torch.from_numpy(rows.first.segment[part])
+        segments = None if rows.rows.segment is None else torch.from_numpy(rows.rows.segment[part])
         errors.add(torch.stack([*pair, pair[0]]), label, weight, segments)
     return errors.record()
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from mxfp8_recipe.ab.command import EXIT_CODES, fail
 from mxfp8_recipe.ab.compare import Options, compare
-from mxfp8_recipe.ab.compare_files import COLUMNS, CompareError, read_predictions
+from mxfp8_recipe.ab.compare_files import COLUMNS, CompareError, PredictionFile
 from mxfp8_recipe.ab.compare_rows import align
 from mxfp8_recipe.ab.html import render_comparison, write_html
 from mxfp8_recipe.ab.report import write_json
@@ -67,7 +67,7 @@ def compare_command(
                 "--placebo: with --same-weights there is no training noise to hold it against; leave it out"
             )
         names = _names(column or [])
-        rows = align(read_predictions(a, names), [read_predictions(path, names) for path in (b, *(placebo or []))])
+        rows = align(PredictionFile(a, names), [PredictionFile(path, names) for path in (b, *(placebo or []))])
         if strict and rows.notes:
             raise CompareError(f"--strict: {'; '.join(rows.notes)}")
         decision, report = compare(rows, options)

@@ -17,7 +17,7 @@ import csv
 import difflib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,13 @@ class CompareError(ValueError):
 
 @dataclass
 class Predictions:
-    """One file's columns; N rows in file order.
+    """Rows of one file and the predictions of others for the same rows; N rows.
 
     Attributes:
+        path: of the file that describes the rows.
         label, prediction: (N,) fp64. weight: the same, or None.
         time, segment, seed, id: (N,) integers or text, or None.
+        others: (N,) fp64 predictions of each other file, in this order of rows.
     """
 
     path: Path
@@ -51,6 +53,7 @@ class Predictions:
     segment: np.ndarray | None = None
     seed: np.ndarray | None = None
     id: np.ndarray | None = None
+    others: list[np.ndarray] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.prediction)
@@ -60,28 +63,51 @@ class Predictions:
         for name in COLUMNS:
             if getattr(self, name) is not None:
                 setattr(self, name, getattr(self, name)[rows])
+        for index in range(len(self.others)):
+            self.others[index] = self.others[index][rows]
 
 
-def read_predictions(path: Path, names: Mapping[str, str] | None = None) -> Predictions:
-    """Read and check a file.
+class PredictionFile:
+    """A file whose columns are read, and checked, one at a time.
 
     Args:
         path: `.parquet`, `.pq`, or anything else as CSV with a header.
         names: a column of the table above to its name in the file.
 
     Raises:
-        CompareError: no such file, a missing column, a value that is no number, no rows.
+        CompareError: no such file, a column missing, no rows; when a column is read, for its values.
     """
-    if not path.is_file():
-        raise CompareError(f"{path}: no such file")
-    names = {c: (names or {}).get(c, c) for c in COLUMNS}
-    read = _read_parquet if path.suffix in (".parquet", ".pq") else _read_csv
-    columns = dict(read(path, names))
-    if not len(columns["prediction"]):
-        raise CompareError(f"{path}: it has no rows")
-    found = Predictions(path, **columns)
-    _check(found, names)
-    return found
+
+    def __init__(self, path: Path, names: Mapping[str, str] | None = None) -> None:
+        if not path.is_file():
+            raise CompareError(f"{path}: no such file")
+        self.path = path
+        self.names = {c: (names or {}).get(c, c) for c in COLUMNS}
+        source = _Parquet if path.suffix in (".parquet", ".pq") else _CSV
+        self._source: _Parquet | _CSV = source(path, self.names)
+        self.columns, self.rows = self._source.columns, self._source.rows
+        if not self.rows:
+            raise CompareError(f"{path}: it has no rows")
+
+    def read(self, column: str) -> np.ndarray | None:
+        """A column's values, or None where the file has it not. A CSV column can be read once."""
+        if column not in self.columns:
+            return None
+        values = self._source.read(column)
+        problems = _problems(column, self.names[column], values)
+        if problems:
+            raise CompareError(f"{self.path}: {'; '.join(problems)}")
+        return values
+
+    def read_all(self) -> Predictions:
+        """Every column; the problems of all of them in one error."""
+        found, problems = {}, []
+        for column in self.columns:
+            found[column] = self._source.read(column)
+            problems += _problems(column, self.names[column], found[column])
+        if problems:
+            raise CompareError(f"{self.path}: {'; '.join(problems)}")
+        return Predictions(self.path, **found)
 
 
 def _wanted(path: Path, header: Sequence[str], names: Mapping[str, str], asked: set[str]) -> list[str]:
@@ -101,21 +127,34 @@ def _renamed(names: Mapping[str, str]) -> set[str]:
     return {c for c in COLUMNS if names[c] != c}
 
 
-def _read_parquet(path: Path, names: Mapping[str, str]) -> Iterator[tuple[str, np.ndarray]]:
-    try:
+class _Parquet:
+    """Columns of a parquet file, without threads and memory maps, whose memory nobody could account for."""
+
+    def __init__(self, path: Path, names: Mapping[str, str]) -> None:
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+        except ImportError as error:
+            raise CompareError(
+                f"{path}: reading parquet needs pyarrow, which is not installed: pip install 'mxfp8-recipe[data]', "
+                "or give CSV files"
+            ) from error
+        try:
+            self.file = pq.ParquetFile(path)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise CompareError(f"{path}: not a parquet file ({error})") from None
+        self.path, self.names = path, names
+        self.columns = _wanted(path, self.file.schema_arrow.names, names, _renamed(names))
+        self.rows: int = self.file.metadata.num_rows
+
+    def read(self, column: str) -> np.ndarray:
         import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise CompareError(
-            f"{path}: reading parquet needs pyarrow, which is not installed: pip install 'mxfp8-recipe[data]', "
-            "or give CSV files"
-        ) from error
-    try:
-        file = pq.ParquetFile(path, memory_map=True)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise CompareError(f"{path}: not a parquet file ({error})") from None
-    for column in _wanted(path, file.schema_arrow.names, names, _renamed(names)):
-        yield column, _from_arrow(path, column, file.read(columns=[names[column]], use_threads=False).column(0))
+
+        values = self.file.read(columns=[self.names[column]], use_threads=False).column(0)
+        found = _from_arrow(self.path, column, values)
+        del values
+        pa.default_memory_pool().release_unused()
+        return found
 
 
 def _from_arrow(path: Path, column: str, values: Any) -> np.ndarray:
@@ -157,20 +196,24 @@ def _text_codes(values: Any) -> np.ndarray:
     return out
 
 
-def _read_csv(path: Path, names: Mapping[str, str]) -> Iterator[tuple[str, np.ndarray]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        try:
-            reader = csv.reader(file)
-            header = [name.strip() for name in next(reader, [])]
-            wanted = _wanted(path, header, names, _renamed(names))
-            parts = list(_csv_chunks(path, reader, header, [names[c] for c in wanted]))
-        except UnicodeDecodeError as error:
-            raise CompareError(f"{path}: not a text file ({error}); parquet files end in .parquet") from None
-    for position, column in enumerate(wanted):
-        text = np.concatenate([part[position] for part in parts]) if parts else np.empty(0, dtype="S1")
-        yield column, _from_text(path, column, text)
-        for part in parts:
-            part[position] = np.empty(0)
+class _CSV:
+    """Columns of a CSV file, read whole and handed out once."""
+
+    def __init__(self, path: Path, names: Mapping[str, str]) -> None:
+        with path.open(newline="", encoding="utf-8") as file:
+            try:
+                reader = csv.reader(file)
+                header = [name.strip() for name in next(reader, [])]
+                self.columns = _wanted(path, header, names, _renamed(names))
+                parts = list(_csv_chunks(path, reader, header, [names[c] for c in self.columns]))
+            except UnicodeDecodeError as error:
+                raise CompareError(f"{path}: not a text file ({error}); parquet files end in .parquet") from None
+        self.path = path
+        self.rows = sum(len(part[0]) for part in parts)
+        self._parts = {c: [part[i] for part in parts] for i, c in enumerate(self.columns)}
+
+    def read(self, column: str) -> np.ndarray:
+        return _from_text(self.path, column, np.concatenate(self._parts.pop(column)))
 
 
 def _csv_chunks(path: Path, reader: Any, header: list[str], wanted: list[str]) -> Iterator[list[np.ndarray]]:
@@ -214,23 +257,21 @@ def _numbers(path: Path, column: str, text: np.ndarray) -> np.ndarray:
     raise CompareError(f"{path}: column {column}: its values are no numbers")
 
 
-def _check(found: Predictions, names: Mapping[str, str]) -> None:
-    """Values outside their range, every kind at once, with counts and the first row of each."""
+def _problems(column: str, name: str, values: np.ndarray) -> list[str]:
+    """Values outside the column's range, with counts and the first row of each kind."""
     problems = []
 
-    def count(column: str, bad: np.ndarray, what: str) -> None:
+    def count(bad: np.ndarray, what: str) -> None:
         if bad.any():
             first = int(bad.argmax())
-            got = getattr(found, column)[first]
-            problems.append(
-                f"column {names[column]}: {int(bad.sum())} of {len(bad)} values {what} (row {first + 1}: {got})"
-            )
+            number = int(bad.sum())
+            problems.append(f"column {name}: {number} of {len(bad)} values {what} (row {first + 1}: {values[first]})")
 
-    p, y, w = found.prediction, found.label, found.weight
-    count("prediction", np.isnan(p), "are NaN or missing")
-    count("prediction", (p < 0) | (p > 1), "lie outside [0, 1]: probabilities are expected, not logits")
-    count("label", ~((y >= 0) & (y <= 1)), "lie outside [0, 1]")
-    if w is not None:
-        count("weight", ~((w >= 0) & np.isfinite(w)), "are negative or not finite")
-    if problems:
-        raise CompareError(f"{found.path}: {'; '.join(problems)}")
+    if column == "prediction":
+        count(np.isnan(values), "are NaN or missing")
+        count((values < 0) | (values > 1), "lie outside [0, 1]: probabilities are expected, not logits")
+    elif column == "label":
+        count(~((values >= 0) & (values <= 1)), "lie outside [0, 1]")
+    elif column == "weight":
+        count(~((values >= 0) & np.isfinite(values)), "are negative or not finite")
+    return problems

@@ -1,6 +1,7 @@
 """Brings the rows of prediction files together: seed by seed, in time order; what does not match is told.
 
-Labels, weights, segments and times come from the first file and must be the same in the others.
+Labels, weights, segments and times come from the first file and must be the same in the others. The others' columns are
+read one at a time, compared and dropped, so that memory holds one file and the predictions of the rest.
 """
 
 from __future__ import annotations
@@ -9,109 +10,149 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mxfp8_recipe.ab.compare_files import CompareError, Predictions
+from mxfp8_recipe.ab.compare_files import CompareError, PredictionFile, Predictions
 
 EXAMPLES = 3
 
 
 @dataclass
 class Aligned:
-    """Files with the same rows in the same order.
+    """Predictions of the same rows in the same order.
 
     Attributes:
-        first, others: rows of a seed stand together, in time order within it.
+        rows: rows of a seed stand together, in time order within it; `rows.segment` holds codes, or None.
+        paths: of the files of `rows.prediction` and `rows.others`.
         seeds: name of each seed and the slice of rows that is its own.
-        segments: name of each segment code; `first.segment` holds the codes.
+        segments: name of each segment code.
         notes: what did not match, with counts and examples.
     """
 
-    first: Predictions
-    others: list[Predictions]
+    rows: Predictions
+    paths: list[str]
     seeds: dict[str, slice]
     segments: list[str]
     notes: list[str] = field(default_factory=list)
 
 
-def align(first: Predictions, others: list[Predictions]) -> Aligned:
+@dataclass
+class _Keys:
+    """What tells the rows of a file apart."""
+
+    path: object
+    id: np.ndarray | None
+    seed: np.ndarray | None
+
+    def __len__(self) -> int:
+        return 0 if self.id is None else len(self.id)
+
+
+def align(first: PredictionFile, others: list[PredictionFile]) -> Aligned:
     """Join on seed and id where there are ids, else by position; sort by seed and time.
 
     Raises:
         CompareError: files that do not describe the same rows.
     """
-    notes = [note for other in others for note in _match(first, other)]
-    if len(others) > 1 and any(len(o) != len(first) for o in others):
-        # A later file lacked rows that an earlier one had: go over all of them once more.
-        notes += [note for other in others for note in _match(first, other)]
+    rows, notes = first.read_all(), []
     for other in others:
-        _same(first, other)
-    seeds = _sort(first, others)
+        notes += _add(rows, other)
+    rows.id = None
+    seeds = _sort(rows)
     segments: list[str] = []
-    if first.segment is not None:
-        names, codes = np.unique(first.segment, return_inverse=True)
-        first.segment, segments = codes.astype(np.int32), [_name(n) for n in names]
-    return Aligned(first, others, seeds, segments, notes)
+    if rows.segment is not None:
+        names, codes = np.unique(rows.segment, return_inverse=True)
+        rows.segment, segments = codes.astype(np.int32), [_name(n) for n in names]
+    return Aligned(rows, [str(f.path) for f in (first, *others)], seeds, segments, notes)
 
 
-def _match(first: Predictions, other: Predictions) -> list[str]:
-    """Give `other` the rows and the order of `first`, dropping from both what the other lacks."""
+def _add(rows: Predictions, other: PredictionFile) -> list[str]:
+    """Append the other file's predictions of the rows; rows that it lacks are dropped from all."""
     for column in ("id", "seed"):
-        if (getattr(first, column) is None) != (getattr(other, column) is None):
-            has, lacks = (first, other) if getattr(first, column) is not None else (other, first)
-            raise CompareError(f"{lacks.path}: no column {column!r}, which {has.path} has; rows cannot be matched")
-    if first.id is None:
-        if len(first) != len(other):
-            raise CompareError(
-                f"{other.path}: got {len(other)} rows, expected the {len(first)} of {first.path}; add an id column to "
-                "both to match rows"
-            )
-        return []
-    if _equal(first.id, other.id) and (first.seed is None or _equal(first.seed, other.seed)):
-        _unique(first, _keys(first, other)[0])
-        return []
-    return _join(first, other)
-
-
-def _join(first: Predictions, other: Predictions) -> list[str]:
-    keys, other_keys = _keys(first, other)
-    _unique(first, keys)
-    _unique(other, other_keys)
-    order = np.argsort(other_keys, kind="stable")
-    place = np.searchsorted(other_keys, keys, sorter=order)
-    place = order[np.minimum(place, len(order) - 1)]
-    found = other_keys[place] == keys
-    only_first, only_other = int((~found).sum()), len(other) - int(found.sum())
-    if not found.any():
-        here, there = _names(other, np.arange(len(other))), _names(first, np.arange(len(first)))
-        raise CompareError(f"{other.path}: none of its {len(other)} rows is in {first.path}: {here}; there: {there}")
-    notes = []
-    if only_first:
-        notes.append(_left_out(only_first, first, other, np.flatnonzero(~found)))
-    if only_other:
-        unused = np.ones(len(other), dtype=bool)
-        unused[place[found]] = False
-        notes.append(_left_out(only_other, other, first, np.flatnonzero(unused)))
-    if only_first:
-        first.take(np.flatnonzero(found))
-    other.take(place[found])
+        if (getattr(rows, column) is None) != (column not in other.columns):
+            has, lacks = (rows.path, other.path) if column not in other.columns else (other.path, rows.path)
+            raise CompareError(f"{lacks}: no column {column!r}, which {has} has; rows cannot be matched")
+    order, notes = _matched(rows, other)
+    for column in ("label", "weight", "segment", "time"):
+        values = other.read(column)
+        if values is not None:
+            _same(rows, column, values if order is None else values[order], other)
+        elif column == "weight" and rows.weight is not None:
+            raise CompareError(f"{other.path}: no column 'weight', which {rows.path} has; weights must be the same")
+    predictions = other.read("prediction")
+    assert predictions is not None
+    rows.others.append(predictions if order is None else predictions[order])
     return notes
 
 
-def _left_out(count: int, here: Predictions, there: Predictions, rows: np.ndarray) -> str:
-    return f"{count} rows of {here.path} are not in {there.path}, left out: {_names(here, rows)}"
+def _matched(rows: Predictions, other: PredictionFile) -> tuple[np.ndarray | None, list[str]]:
+    """Where in the other file each row is, None for in the same place, and what does not match."""
+    if rows.id is None:
+        if len(rows) != other.rows:
+            raise CompareError(
+                f"{other.path}: got {other.rows} rows, expected the {len(rows)} of {rows.path}; add an id column to "
+                "both to match rows"
+            )
+        seed = other.read("seed")
+        if seed is not None:
+            _same(rows, "seed", seed, other)
+        return None, []
+    here, there = _Keys(rows.path, rows.id, rows.seed), _Keys(other.path, other.read("id"), other.read("seed"))
+    keys, other_keys = _key_columns(here, there)
+    _unique(here, keys)
+    if len(keys) == len(other_keys) and np.array_equal(keys, other_keys):
+        return None, []
+    _unique(there, other_keys)
+    return _join(rows, here, there, keys, other_keys)
 
 
-def _keys(first: Predictions, other: Predictions) -> tuple[np.ndarray, np.ndarray]:
+def _join(
+    rows: Predictions, here: _Keys, there: _Keys, keys: np.ndarray, other_keys: np.ndarray
+) -> tuple[np.ndarray, list[str]]:
+    place = _places(keys, other_keys)
+    found = other_keys[place] == keys
+    if not found.any():
+        here_ids, there_ids = _names(here, np.arange(len(here))), _names(there, np.arange(len(there)))
+        raise CompareError(
+            f"{there.path}: none of its {len(there)} rows is in {here.path}: {there_ids}; there: {here_ids}"
+        )
+    notes = []
+    if not found.all():
+        missing = np.flatnonzero(~found)
+        notes.append(f"{len(missing)} rows of {here.path} are not in {there.path}, left out: {_names(here, missing)}")
+    if found.sum() < len(there):
+        unused = np.ones(len(there), dtype=bool)
+        unused[place[found]] = False
+        extra = np.flatnonzero(unused)
+        notes.append(
+            f"{len(extra)} rows of {there.path} are none of the rows of {here.path} that are compared, left out: "
+            f"{_names(there, extra)}"
+        )
+    if not found.all():
+        rows.take(np.flatnonzero(found))
+        place = place[found]
+    return place, notes
+
+
+def _places(keys: np.ndarray, other_keys: np.ndarray) -> np.ndarray:
+    """A row of the other file for each row: its own where there is one. Sorted needles keep the search in cache."""
+    order = np.argsort(other_keys)
+    mine = np.argsort(keys)
+    found = np.searchsorted(other_keys[order], keys[mine])
+    np.minimum(found, len(order) - 1, out=found)
+    place = np.empty_like(mine)
+    place[mine] = order[found]
+    return place
+
+
+def _key_columns(here: _Keys, there: _Keys) -> tuple[np.ndarray, np.ndarray]:
     """One integer a row: equal for equal seed and id."""
-    ids, other_ids = _codes(first.id, other.id)
-    if first.seed is None:
+    ids, other_ids = _codes(here.id, there.id)
+    if here.seed is None:
         return ids, other_ids
-    seeds, other_seeds = _codes(first.seed, other.seed)
-    if ids.min(initial=0) < 0 or other_ids.min(initial=0) < 0 or max(ids.max(), other_ids.max()) > 1 << 50:
-        codes = np.unique(np.concatenate([ids, other_ids]), return_inverse=True)[1]
-        ids, other_ids = codes[: len(ids)], codes[len(ids) :]
+    seeds, other_seeds = _small(*_codes(here.seed, there.seed))
+    if min(ids.min(), other_ids.min()) < 0 or max(ids.max(), other_ids.max()) > 1 << 40:
+        ids, other_ids = _small(ids, other_ids)
     width = int(max(ids.max(), other_ids.max())) + 1
-    codes = np.unique(np.concatenate([seeds, other_seeds]), return_inverse=True)[1]
-    return codes[: len(seeds)] * width + ids, codes[len(seeds) :] * width + other_ids
+    return seeds * width + ids, other_seeds * width + other_ids
 
 
 def _codes(a: np.ndarray | None, b: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
@@ -120,76 +161,71 @@ def _codes(a: np.ndarray | None, b: np.ndarray | None) -> tuple[np.ndarray, np.n
     assert b is not None
     if a.dtype.kind in "iu" and b.dtype.kind in "iu":
         return a.astype(np.int64, copy=False), b.astype(np.int64, copy=False)
-    both = np.concatenate([a.astype(bytes), b.astype(bytes)])
-    codes = np.unique(both, return_inverse=True)[1]
-    return codes[: len(a)], codes[len(a) :]
+    return _small(a.astype(bytes), b.astype(bytes))
 
 
-def _unique(found: Predictions, keys: np.ndarray) -> None:
+def _small(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Values of both columns as ranks from 0."""
+    names = np.unique(np.concatenate([np.unique(a), np.unique(b)]))
+    return np.searchsorted(names, a), np.searchsorted(names, b)
+
+
+def _unique(found: _Keys, keys: np.ndarray) -> None:
     ordered = np.sort(keys)
     repeats = ordered[1:][ordered[1:] == ordered[:-1]]
     if len(repeats):
-        examples = np.flatnonzero(np.isin(keys, repeats[:EXAMPLES]))[: 2 * EXAMPLES]
+        examples = np.flatnonzero(np.isin(keys, repeats[:EXAMPLES]))
         raise CompareError(
-            f"{found.path}: column id: {len(np.unique(repeats))} ids occur more than once (such as "
-            f"{_names(found, examples)}); expected one row an id"
+            f"{found.path}: column id: {len(np.unique(repeats))} ids occur more than once, such as "
+            f"{_names(found, examples)}; expected one row an id"
             + (" and seed" if found.seed is not None else "; a seed column tells trainings apart")
         )
 
 
-def _same(first: Predictions, other: Predictions) -> None:
-    """Columns that describe the row must agree."""
-    for column in ("label", "weight", "segment", "seed", "time"):
-        a, b = getattr(first, column), getattr(other, column)
-        if a is None or b is None:
-            if column == "weight" and a is not b:
-                has, lacks = (first, other) if a is not None else (other, first)
-                raise CompareError(f"{lacks.path}: no column 'weight', which {has.path} has; weights must be the same")
-            continue
-        differ = (
-            np.flatnonzero(a != b) if a.dtype.kind == b.dtype.kind else np.flatnonzero(a.astype(str) != b.astype(str))
+def _same(rows: Predictions, column: str, values: np.ndarray, other: PredictionFile) -> None:
+    """A column that describes the rows must agree."""
+    mine = getattr(rows, column)
+    if mine is None:
+        if column == "weight":
+            raise CompareError(f"{rows.path}: no column 'weight', which {other.path} has; weights must be the same")
+        return
+    numbers = "iuf"
+    alike = mine.dtype.kind in numbers and values.dtype.kind in numbers
+    differ = np.flatnonzero(mine != values if alike else mine.astype(bytes) != values.astype(bytes))
+    if len(differ):
+        row = int(differ[0])
+        remedy = "are these the same rows?" if rows.id is not None else "add an id column if rows differ in order"
+        raise CompareError(
+            f"{other.path}: column {column}: {len(differ)} of {len(rows)} values differ from {rows.path}, first at "
+            f"{_where(_Keys(rows.path, rows.id, rows.seed), row)}: {_name(values[row])} instead of {_name(mine[row])}; "
+            f"{remedy}"
         )
-        if len(differ):
-            row = int(differ[0])
-            remedy = "are these the same rows?" if first.id is not None else "add an id column if rows differ in order"
-            raise CompareError(
-                f"{other.path}: column {column}: {len(differ)} of {len(first)} values differ from {first.path} (row "
-                f"{_where(first, row)}: {_name(b[row])} instead of {_name(a[row])}); {remedy}"
-            )
-        if column != "seed":
-            setattr(other, column, None)
 
 
-def _sort(first: Predictions, others: list[Predictions]) -> dict[str, slice]:
-    """Seed by seed, each in time order; where each seed's rows are."""
-    names, codes = (["all"], None) if first.seed is None else np.unique(first.seed, return_inverse=True)
-    order = None
-    if first.time is not None and codes is not None:
-        order = np.lexsort((first.time, codes))
-    elif codes is not None:
-        order = np.argsort(codes, kind="stable")
-    elif first.time is not None:
-        order = np.argsort(first.time, kind="stable")
-    if order is not None and not (np.diff(order) == 1).all():
-        for found in (first, *others):
-            found.take(order)
-    if codes is None:
-        return {"all": slice(0, len(first))}
-    stops = np.cumsum(np.bincount(codes))
-    return {_name(n): slice(int(stop - size), int(stop)) for n, stop, size in zip(names, stops, np.bincount(codes))}
+def _sort(rows: Predictions) -> dict[str, slice]:
+    """Seed by seed, each in time order; where each seed's rows are. Seed and time are dropped."""
+    if rows.seed is None:
+        order = None if rows.time is None else np.argsort(rows.time, kind="stable")
+        seeds = {"all": slice(0, len(rows))}
+    else:
+        names, codes = np.unique(rows.seed, return_inverse=True)
+        order = np.argsort(codes, kind="stable") if rows.time is None else np.lexsort((rows.time, codes))
+        sizes = np.bincount(codes)
+        stops = np.cumsum(sizes)
+        seeds = {_name(n): slice(int(e - s), int(e)) for n, s, e in zip(names, sizes, stops, strict=True)}
+    rows.seed = rows.time = None
+    if order is not None and not (order[1:] > order[:-1]).all():
+        rows.take(order)
+    return seeds
 
 
-def _equal(a: np.ndarray | None, b: np.ndarray | None) -> bool:
-    return a is not None and b is not None and np.array_equal(a, b)
-
-
-def _names(found: Predictions, rows: np.ndarray) -> str:
+def _names(found: _Keys, rows: np.ndarray) -> str:
     return ", ".join(_where(found, int(row)) for row in rows[:EXAMPLES]) + (", ..." if len(rows) > EXAMPLES else "")
 
 
-def _where(found: Predictions, row: int) -> str:
+def _where(found: _Keys, row: int) -> str:
     if found.id is None:
-        return str(row + 1)
+        return f"row {row + 1}"
     return f"id {_name(found.id[row])}" + (f" of seed {_name(found.seed[row])}" if found.seed is not None else "")
 
 

@@ -72,8 +72,10 @@ def expected_calibration_error(
 
 
 def _ece_one(p: Tensor, y: Tensor, w: Tensor, bins: int) -> Tensor:
-    gaps = [(w[rows] * (p[rows] - y[rows])).sum().abs() for rows in _equal_counts(p, bins)]
-    return torch.stack(gaps).sum() / w.sum() if gaps else p.new_tensor(torch.nan)
+    if not len(p):
+        return p.new_tensor(torch.nan)
+    excess = (w * (p - y))[p.argsort(stable=True)]
+    return torch.stack([part.sum().abs() for part in excess.tensor_split(_bin_count(bins, len(p)))]).sum() / w.sum()
 
 
 def _kept(predictions: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,10 +87,13 @@ def _kept(predictions: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[
 
 def _equal_counts(p: Tensor, bins: int) -> list[Tensor]:
     """Row indices of each non-empty bin, in the order of the predictions."""
+    return [rows for rows in p.argsort(stable=True).tensor_split(_bin_count(bins, len(p))) if len(rows)]
+
+
+def _bin_count(bins: int, rows: int) -> int:
     if bins < 1:
         raise ValueError(f"bins: got {bins}, expected at least 1")
-    order = p.argsort(stable=True)
-    return [rows for rows in order.tensor_split(min(bins, max(len(order), 1))) if len(rows)]
+    return min(bins, max(rows, 1))
 
 
 def field_rce(predictions: Tensor, labels: Tensor, field: Tensor, weights: Tensor | None = None) -> Tensor:
