@@ -3,13 +3,14 @@
 from .gemm import gemm, matmul, quantize, quantize_and_sum
 from .library import decode, define
 from .producers import activation_backward, activation_quantize, norm_backward, norm_quantize
-from .table import BACKENDS, BackendStatus, describe, has, ops, resolve, select
+from .table import BACKENDS, BackendStatus, choose, describe, has, ops, plain, resolve, select
 
 __all__ = [
     "BACKENDS",
     "BackendStatus",
     "activation_backward",
     "activation_quantize",
+    "choose",
     "decode",
     "define",
     "describe",
@@ -19,6 +20,7 @@ __all__ = [
     "norm_backward",
     "norm_quantize",
     "ops",
+    "plain",
     "quantize",
     "quantize_and_sum",
     "resolve",

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..fused.spec import QuantSpec
 from .library import decode, define, fake_quantized
-from .table import resolve
+from .table import layout, resolve
 
 
 @lru_cache(maxsize=256)
@@ -30,7 +30,7 @@ def _quantize(
 def _quantize_fake(
     x: Tensor, rowwise: str, colwise: str, seed: Tensor | None, stream: int, backend: str
 ) -> tuple[Tensor, ...]:
-    return fake_quantized(x, rowwise, colwise)
+    return fake_quantized(x, rowwise, colwise, layout=layout(backend, x.device))
 
 
 quantize = define(
@@ -51,7 +51,8 @@ def _quantize_and_sum(
 def _quantize_and_sum_fake(
     x: Tensor, rowwise: str, colwise: str, seed: Tensor | None, stream: int, backend: str
 ) -> tuple[Tensor, ...]:
-    return *fake_quantized(x, rowwise, colwise), x.new_empty(x.shape[1], dtype=torch.float32)
+    quantized = fake_quantized(x, rowwise, colwise, layout=layout(backend, x.device))
+    return *quantized, x.new_empty(x.shape[1], dtype=torch.float32)
 
 
 quantize_and_sum = define(

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..fused.replay import launches_seen
+from ..fused.scale_layout import swizzled_numel
 from ..fused.spec import BLOCK, QuantSpec
+from .table import PLAIN, Layout
 
 NAMESPACE = "mxfp8_recipe"
 _EVERY_DEVICE = "CompositeExplicitAutograd"
@@ -25,11 +28,17 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
     """Define an op from its schema, its implementation on every device, and its shapes; the callable op."""
     name = schema[: schema.index("(")]
     _library.define(schema)
-    _library.impl(
-        name, _with_distinct(kernel) if schema.count("Tensor", schema.index("->")) > 1 else kernel, _EVERY_DEVICE
-    )
+    if schema.count("Tensor", schema.index("->")) > 1:
+        kernel = _with_distinct(kernel)
+    _library.impl(name, kernel, _EVERY_DEVICE)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+
+    @wraps(kernel)
+    def call(*args: Any) -> Any:
+        return kernel(*args) if not torch.compiler.is_compiling() and launches_seen() else op(*args)
+
+    return call
 
 
 def _with_distinct(kernel: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
@@ -58,7 +67,9 @@ def decode(text: str) -> QuantSpec | None:
     return QuantSpec.decode(text) if text else None
 
 
-def fake_quantized(x: Tensor, rowwise: str, colwise: str, rows: Any = None, cols: Any = None) -> tuple[Tensor, ...]:
+def fake_quantized(
+    x: Tensor, rowwise: str, colwise: str, rows: Any = None, cols: Any = None, layout: Layout = PLAIN
+) -> tuple[Tensor, ...]:
     """Shapes of `(qdata, scale, qdata_t, scale_t)` of a (rows, cols) matrix, by default that of `x`."""
     rows, cols = x.shape[0] if rows is None else rows, x.shape[1] if cols is None else cols
 
@@ -66,6 +77,8 @@ def fake_quantized(x: Tensor, rowwise: str, colwise: str, rows: Any = None, cols
         if not wanted:
             return x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.uint8)
         blocks = (along + BLOCK - 1) // BLOCK
-        return x.new_empty(outer, along, dtype=torch.uint8), x.new_empty(outer, blocks, dtype=torch.uint8)
+        shape = (swizzled_numel(outer, blocks),) if layout.swizzled else (outer, blocks)
+        return x.new_empty(outer, along, dtype=torch.uint8), x.new_empty(shape, dtype=torch.uint8)
 
-    return (*orientation(rowwise, rows, cols), *orientation(colwise, cols, rows))
+    tokens = -(-rows // layout.pad_tokens) * layout.pad_tokens
+    return (*orientation(rowwise, rows, cols), *orientation(colwise, cols, tokens))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..fused.spec import Rounding
 from .library import decode, define, fake_quantized
-from .table import resolve
+from .table import layout, resolve
 
 
 def _none(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -50,7 +50,8 @@ def _norm_quantize_fake(
 ) -> tuple[Tensor, ...]:
     y = x.new_empty(x.shape, dtype=out_dtype) if emit_high else _none(x, out_dtype)
     mean = x.new_empty(x.shape[0] if kind == "layer" else 0, dtype=torch.float32)
-    return y, *fake_quantized(x, rowwise, colwise), mean, x.new_empty(x.shape[0], dtype=torch.float32)
+    quantized = fake_quantized(x, rowwise, colwise, layout=layout(backend, x.device))
+    return y, *quantized, mean, x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 norm_quantize = define(
@@ -131,7 +132,7 @@ def _activation_quantize_fake(
     backend: str,
 ) -> tuple[Tensor, ...]:
     y = x.new_empty(x.shape, dtype=out_dtype) if emit_high else _none(x, out_dtype)
-    return y, *fake_quantized(x, rowwise, colwise)
+    return y, *fake_quantized(x, rowwise, colwise, layout=layout(backend, x.device))
 
 
 activation_quantize = define(
@@ -190,11 +191,13 @@ def _activation_backward_fake(
 ) -> tuple[Tensor, ...]:
     dx = x.new_empty(x.shape) if emit_high else _none(x, x.dtype)
     dgate = x.new_empty(x.shape) if emit_high and gate is not None else _none(x, x.dtype)
-    of_gate = fake_quantized(x, rowwise, colwise) if gate is not None else fake_quantized(x, "", "")
+    laid = layout(backend, x.device)
+    of_x, act = fake_quantized(x, rowwise, colwise, layout=laid), fake_quantized(x, "", act_colwise, layout=laid)
+    of_gate = fake_quantized(x, *(("", "") if gate is None else (rowwise, colwise)), layout=laid)
     sums = [
         x.new_empty(x.shape[1] if bias and present else 0, dtype=torch.float32) for present in (True, gate is not None)
     ]
-    return dx, dgate, *sums, *fake_quantized(x, rowwise, colwise), *of_gate, *fake_quantized(x, "", act_colwise)[2:]
+    return dx, dgate, *sums, *of_x, *of_gate, *act[2:]
 
 
 activation_backward = define(

@@ -1,15 +1,15 @@
 """Which callable runs each op on each backend: explicit, and what `mxfp8 doctor` prints.
 
 A backend is the set of callables for one kind of device: `reference` is plain torch and runs anywhere, `hopper`
-is for compute capability 9, `blackwell` for 10 and up, `triton` holds the kernels that run wherever Triton does.
+is for compute capability 9, `blackwell` for 10, `triton` for every other GPU with FP8 instructions (8.9, 12).
 A device gets one backend, whole; an op it lacks is missing from the table and said so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -33,9 +33,29 @@ class Kernel:
 
     module: str
     name: str
+    options: tuple[tuple[str, Any], ...] = ()
 
     def load(self) -> Callable[..., Any]:
-        return getattr(import_module(f"{__name__.split('.')[0]}.fused.{self.module}"), self.name)
+        found = getattr(import_module(f"{__name__.split('.')[0]}.fused.{self.module}"), self.name)
+        return partial(found, **dict(self.options)) if self.options else found
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a backend's quantizing ops lay out what its GEMM reads.
+
+    Attributes:
+        swizzled: scales come 1-D in the 128x4 layout of `fused.scale_layout`, padding zeroed.
+        pad_tokens: tokens of `qdata_t` and `scale_t` are rounded up to a multiple of this, zero past the last.
+    """
+
+    swizzled: bool = False
+    pad_tokens: int = 1
+
+
+PLAIN = Layout()
+LAYOUTS = {"blackwell": Layout(swizzled=True, pad_tokens=32)}
+"""Where it is not `PLAIN`."""
 
 
 _MEMORY_BOUND: dict[str, Kernel] = {
@@ -63,8 +83,16 @@ _TABLE: dict[tuple[str, str], Callable[..., Any] | Kernel] = {
     ("matmul", "reference"): reference.matmul,
     ("matmul", "triton"): reference.matmul_native,
     ("matmul", "hopper"): reference.matmul_native,
+    ("matmul", "blackwell"): reference.matmul_native,
     ("gemm", "hopper"): Kernel("gemm.hopper", "gemm"),
+    ("gemm", "blackwell"): Kernel("gemm.blackwell", "gemm"),
+    ("gemm", "triton"): Kernel("gemm.portable", "gemm"),
     **{(op, backend): kernel for op, kernel in _MEMORY_BOUND.items() for backend in ("triton", "hopper")},
+    **{
+        (op, backend): replace(kernel, options=(("swizzled", laid.swizzled), ("pad_tokens", laid.pad_tokens)))
+        for op, kernel in _MEMORY_BOUND.items()
+        for backend, laid in LAYOUTS.items()
+    },
 }
 """(op, backend) -> callable. An op a backend lacks is missing here, and `describe` says so."""
 
@@ -79,24 +107,83 @@ class BackendStatus:
     reason: str
 
 
+@dataclass(frozen=True)
+class Choice:
+    """The backend a device gets.
+
+    Attributes:
+        backend: its name. why: what made it that one, and how its GEMM multiplies.
+        remedy: what to install for a better one; empty when there is none.
+        emulates: its GEMM multiplies the operands' values in a wider type.
+    """
+
+    backend: str
+    why: str
+    remedy: str = ""
+    emulates: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.why}; {self.remedy}" if self.remedy else self.why
+
+
 def select(device: torch.device) -> str:
     """The backend that serves `device`: its own if every core op is there, else `reference`."""
-    return _native(device)[0] or "reference"
+    return choose(device).backend
 
 
 @lru_cache(maxsize=64)
-def _native(device: torch.device) -> tuple[str, str]:
-    """The backend made for a device, or `""`, and why not. Asked by every op, so remembered."""
+def choose(device: torch.device) -> Choice:
+    """The backend that serves `device`, and why. Asked by every op, so remembered."""
+    emulation = "plain torch, emulates MXFP8 by dequantizing to fp32"
     if device.type != "cuda":
-        return "", f"{device.type} has no MXFP8 kernels"
+        return Choice("reference", f"{emulation}: {device.type} has no MXFP8 kernels", emulates=True)
     if find_spec("triton") is None:
-        return "", "triton is not installed; pip install triton"
-    major, minor = torch.cuda.get_device_capability(device)
-    name = "hopper" if major == 9 else "blackwell" if major >= 10 else "triton"
-    missing = [op for op in CORE_OPS if (op, name) not in _TABLE]
+        return Choice("reference", f"{emulation}: triton is not installed", "pip install triton", True)
+    found = _for_capability(*torch.cuda.get_device_capability(device))
+    missing = [op for op in CORE_OPS if found.backend != "reference" and (op, found.backend) not in _TABLE]
     if missing:
-        return "", f"backend {name} (compute capability {major}.{minor}) has no {', '.join(missing)} yet"
-    return name, ""
+        return Choice("reference", f"{emulation}: backend {found.backend} has no {', '.join(missing)}", emulates=True)
+    return found
+
+
+def _for_capability(major: int, minor: int) -> Choice:
+    device = f"compute capability {major}.{minor}"
+    if (major, minor) < (8, 9):
+        why = f"plain torch, emulates MXFP8 by dequantizing to fp32: {device} has no FP8 instructions, 8.9 and newer do"
+        return Choice("reference", why, emulates=True)
+    if major == 9:
+        return Choice("hopper", f"{device}: FP8 wgmma, whose partial sums are scaled in fp32")
+    if major == 10:
+        problem = _cublas_problem()
+        if not problem:
+            return Choice(
+                "blackwell", f"{device}: cuBLAS multiplies MXFP8 blocks; compiled for it, never run on one"
+            )
+        return Choice("triton", f"{device}: tl.dot_scaled multiplies MXFP8 blocks, since {problem[0]}", problem[1])
+    if major == 12:
+        return Choice("triton", f"{device}: tl.dot_scaled multiplies MXFP8 blocks")
+    return Choice("triton", f"{device}: tl.dot_scaled multiplies the same values as BF16: emulation", emulates=True)
+
+
+def _cublas_problem() -> tuple[str, str] | None:
+    """Why torch cannot have cuBLAS multiply MXFP8 blocks, and the remedy; None when it can."""
+    if not hasattr(torch.nn.functional, "scaled_mm"):
+        return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm", "pip install 'torch>=2.11'"
+    version = torch.version.cuda or "0.0"
+    if tuple(int(part) for part in version.split(".")[:2]) < (12, 8):
+        return f"cuBLAS {version} cannot, 12.8 can", "install a torch built for CUDA 12.8 or newer"
+    return None
+
+
+@lru_cache(maxsize=256)
+def layout(backend: str, device: torch.device) -> Layout:
+    """How the quantizing ops of `backend` (`"auto"`: the one `device` gets) lay out their outputs."""
+    return LAYOUTS.get(select(device) if backend == "auto" else backend, PLAIN)
+
+
+def plain(device: torch.device) -> str:
+    """A backend for `device` whose scales are (rows, blocks), for a reader that is no GEMM: same bytes."""
+    return "triton" if layout("auto", device) != PLAIN else "auto"
 
 
 def has(op: str, backend: str) -> bool:
@@ -126,14 +213,15 @@ def ops() -> list[str]:
 
 def describe(device: torch.device | str = "cpu") -> list[BackendStatus]:
     """What each op runs on for `device`: native, emulated or missing, and why."""
-    device = torch.device(device)
-    name, reason = _native(device)
-    if not name:
-        reason = f"plain torch, emulates MXFP8 by dequantizing to fp32: {reason}"
-        return [BackendStatus(op, "reference", "emulated", reason) for op in ops() if has(op, "reference")]
+    choice = choose(torch.device(device))
     rows = []
     for op in ops():
-        found = has(op, name)
-        why = "" if found else f"no {name} kernel; layers that need it stay BF16"
-        rows.append(BackendStatus(op, name, "native" if found else "missing", why))
+        found, emulated = has(op, choice.backend), choice.backend == "reference" or (choice.emulates and op == "gemm")
+        if not found and choice.backend == "reference":
+            continue
+        why = str(choice) if emulated or op == "gemm" else ""
+        if not found:
+            why = f"no {choice.backend} kernel; layers that need it stay BF16"
+        status = "missing" if not found else "emulated" if emulated else "native"
+        rows.append(BackendStatus(op, choice.backend, status, why))
     return rows

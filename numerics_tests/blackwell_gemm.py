@@ -1,0 +1,110 @@
+"""Run the Blackwell epilogue kernel in Triton's interpreter, which must be chosen before triton is imported."""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import itertools
+
+import torch
+
+from mxfp8_recipe.fused import activation_quantize, reference
+from mxfp8_recipe.fused.gemm import blackwell
+from mxfp8_recipe.fused.gemm.epilogue import Epilogue, finish, gemm_epilogue
+from mxfp8_recipe.fused.scale_layout import swizzle_scale
+from mxfp8_recipe.fused.spec import QuantSpec
+
+BF16, FP16 = torch.bfloat16, torch.float16
+genuine_empty = torch.empty
+
+
+def poisoned(*args, **kwargs):
+    """torch.empty hands out NaN and 0xFF bytes."""
+    x = genuine_empty(*args, **kwargs)
+    return x.fill_(float("nan") if x.is_floating_point() else 255 if x.dtype == torch.uint8 else -1)
+
+
+def operands(m: int, n: int, k: int, tiles: tuple[str, str] = ("1x32", "1x32"), elems: tuple[str, str] = ("e4m3",) * 2):
+    a = reference.quantize(
+        torch.randn(m, k) * torch.exp2(torch.randint(-8, 8, (m, 1)).float()), tile=tiles[0], elem=elems[0]
+    )
+    b = reference.quantize(torch.randn(n, k), tile=tiles[1], elem=elems[1])
+    return *a, *b
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, unit: float, what: str) -> None:
+    """The order of fp32 sums differs, so a value near a tie may round to its neighbor."""
+    assert actual.shape == expected.shape, what
+    error = (actual.double() - expected.double()).abs()
+    # A row's sum is as large as its terms; 2**-20 of that is 16 fp32 units.
+    bound = expected.double().abs() * unit + expected.double().abs().amax(1, keepdim=True) * 2.0**-20
+    assert (error <= bound).all(), f"{what}: {(error / bound).max():.2f} of the bound"
+
+
+def check(m, n, k, epilogue: Epilogue, *, dtype=BF16, bias=False, residual=False, swizzled=True, **kinds) -> None:
+    what = f"{m}x{n}x{k} {epilogue} {dtype} {kinds}"
+    a, sa, b, sb = operands(m, n, k, **kinds)
+    extra = torch.randn(n).to(dtype) if bias else None
+    more = torch.randn(m, n).to(dtype) if residual else None
+    emit = Epilogue(
+        activation=epilogue.activation, rowwise=epilogue.rowwise, emit_high=epilogue.emit_high, emit_sum=True
+    )
+    z = gemm_epilogue(a, sa, b, sb, extra, epilogue=Epilogue(), out_dtype=dtype)[0]
+    out = blackwell.gemm_epilogue(
+        a, swizzle_scale(sa), b, sb, extra, more, epilogue=emit, out_dtype=dtype, swizzled=swizzled
+    )
+    close(out[1], z, torch.finfo(dtype).eps, f"{what} z")
+    # Given the kernel's own z, every later step has the bits of the kernel that does it alone.
+    y = out[1]
+    if epilogue.activation is not None:
+        y = activation_quantize.activation_quantize(y, None, epilogue.activation, dtype, None, None, True)[0]
+    apart = finish(y, more, epilogue=Epilogue(rowwise=epilogue.rowwise), swizzled=swizzled)
+    assert torch.equal(out[0], apart[0] if epilogue.emit_high else apart[0][:0, 0]), f"{what} y"
+    for name, fused, alone in zip(("qdata", "scale"), out[2:], apart[2:]):
+        assert fused.shape == alone.shape, f"{what} {name}"
+        assert torch.equal(fused, alone), f"{what} {name} differs in {int((fused != alone).sum())}"
+    assert epilogue.rowwise is None or out[2].any(), "nothing was quantized"
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    torch.empty = poisoned
+    spec = QuantSpec()
+    for m, n, k in ((5, 32, 32), (130, 160, 160), (257, 96, 288)):
+        check(m, n, k, Epilogue(), bias=True)
+        check(m, n, k, Epilogue(rowwise=spec, activation="relu"), bias=True, residual=True)
+    check(130, 160, 96, Epilogue(rowwise=spec), swizzled=False)
+    check(130, 256, 96, Epilogue(rowwise=QuantSpec(tile=(1, 128)), activation="silu"), swizzled=False)
+    check(33, 288, 64, Epilogue(rowwise=QuantSpec(elem="e5m2", scale_rounding="floor"), activation="relu2"), dtype=FP16)
+    check(40, 64, 160, Epilogue(rowwise=spec, activation="gelu", emit_high=False), bias=True)
+    for tiles in itertools.product(("1x32", "32x32", "1x128", "128x128"), repeat=2):
+        check(40, 64, 160, Epilogue(rowwise=spec), tiles=tiles)
+    for elems in itertools.product(("e4m3", "e5m2"), repeat=2):
+        check(16, 64, 64, Epilogue(rowwise=spec), elems=elems)
+    a, sa, b, sb = operands(100, 64, 96)
+    wide = blackwell.gemm_epilogue(a, sa, b, sb, torch.ones(64), epilogue=Epilogue(), out_dtype=torch.float32)[0]
+    close(wide, reference.gemm(a, sa, b, sb, torch.ones(64)), 2.0**-20, "fp32")
+    odd = blackwell.gemm_epilogue(a[:, :80], sa, b[:, :80], sb, epilogue=Epilogue(), out_dtype=torch.float32)[0]
+    close(odd, reference.gemm(a[:, :80], sa, b[:, :80], sb), 2.0**-20, "K no multiple of 32")
+    nan = sa.view(torch.uint8).clone()
+    nan[7, 1] = 255
+    out = blackwell.gemm_epilogue(a, nan, b, sb, epilogue=Epilogue(rowwise=spec))[0]
+    assert bool(out[7].isnan().all())
+    assert not bool(out[[*range(7), *range(8, 100)]].isnan().any())
+    check_padding(a, sa, b, sb)
+
+
+def check_padding(a, sa, b, sb) -> None:
+    """Rows past M are never multiplied. Blocks past K are: zero bytes add nothing, and others show as NaN."""
+    rows, blocks = (-(-a.shape[0] // 128) * 128, -(-sa.shape[1] // 4) * 4)
+    assert blocks > sa.shape[1] and rows > a.shape[0]  # noqa: PT018
+    expected = blackwell.gemm_epilogue(a, sa, b, sb, epilogue=Epilogue())[0]
+    for past_m, past_k, same in ((255, 0, True), (0, 255, False)):
+        padded = torch.zeros(rows, blocks, dtype=torch.uint8)
+        padded[:, blocks - 1], padded[a.shape[0] :] = past_k, past_m
+        padded[: a.shape[0], : sa.shape[1]] = sa.view(torch.uint8)
+        out = blackwell.gemm_epilogue(a, swizzle_scale(padded), b, sb, epilogue=Epilogue())[0]
+        assert torch.equal(out, expected) if same else bool(out.isnan().all())
+
+
+main()
