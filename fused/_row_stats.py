@@ -108,5 +108,5 @@ def sum_strips(partial: Tensor) -> Tensor:
     strips, width = partial.shape
     out = torch.empty(width, dtype=torch.float32, device=partial.device)
     if width:
-        sum_strips_kernel[(-(-width // 32),)](partial, out, strips, width, R=128, C=32, num_warps=8)
+        sum_strips_kernel[(-(-width // 32),)](partial, out, strips, width, R=512, C=32, num_warps=8)
     return out

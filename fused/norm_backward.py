@@ -1,9 +1,13 @@
 """Backward of RMSNorm or LayerNorm, with MXFP8 of dx.
 
-As forward with a transpose it has two roles in one launch: row sums, with the sums of dweight and dbias over 32 tokens
-each, run some strips of 128 tokens ahead of programs that make dx and its MXFP8 in 128 x 128 tiles. A second launch
-adds up the partial weight gradients in a fixed order. Results equal `reference_ops` within one unit in the last
-place of the rounded dtype.
+With `n = (h - mean) rstd` and `g = grad_y weight`:
+`dx = rstd (g - n mean_K(g n) [- mean_K(g)]) + grad_residual`, `dweight = sum_M(grad_y n)`, `dbias = sum_M(grad_y)`.
+
+One launch reads grad_y and h once and writes dx: 6 bytes an element in bf16. A warp holds whole rows, up to 1024
+features of one, so no warp waits for another, and adds up the weight gradients of its rows in registers; the next rows
+are copied to shared memory meanwhile. A second launch adds up the partial sums in a fixed order. MXFP8 of dx is
+`quantize_both`'s: reading dx again, 2 bytes an element, costs less than programs that sum rows for others to use.
+Results equal `reference_ops` within one unit in the last place of the rounded dtype.
 """
 
 # ruff: noqa: D103
@@ -16,162 +20,99 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from ._device import emit_tile, load_words, pack, row_index, store_rows, unpack
-from ._row_stats import (
-    announce,
-    await_rows,
-    chunk_sums,
-    row_stat,
-    sum_strips_kernel,
-    tree_sum,
-)
+from ._device import pack, unpack
+from ._row_stats import sum_strips
 from .jit import kernel
-from .launch import DTYPES, Emission, dense_rows, plan_emission, words
-from .norm_quantize import SCALARS, load_feature
+from .launch import DTYPES, dense_rows, words
 from .quantize import quantize_both
 from .reference_ops import NORM_KINDS, check_kind, check_matrix, check_same, empty
 from .spec import QuantSpec
 
-
-@triton.jit
-def normalized(h, mean, rstd, LAYER: tl.constexpr, DTYPE: tl.constexpr):
-    lo, hi = unpack(h, DTYPE)
-    if LAYER:
-        lo, hi = lo - mean[:, None], hi - mean[:, None]
-    return lo * rstd[:, None], hi * rstd[:, None]
+SCALARS = ["M", "K8", "LDG8", "LD8", "LDR8"]
+LANES = tl.constexpr(128)
+"""Words of a row that a warp reads at a time, 16 bytes a thread."""
 
 
 @triton.jit
-def sum_backward_rows(
-    g_ptr, h_ptr, mean_ptr, rstd_ptr, dot_ptr, total_ptr, line_ptr, w_lo, w_hi, first, M, K8, LDG2, LD2,
-    LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr, G_DTYPE: tl.constexpr,
-    LOG2: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Row means of `g n w` and `g w` for ROWS rows, and their sums of `g n` and `g` over the rows, into one line."""
-    K2 = K8 * 4
-    C2: tl.constexpr = 64 << LOG2
-    rows = tl.arange(0, R)
-    dw_lo = tl.zeros((R, C2), tl.float32)
-    dw_hi = tl.zeros((R, C2), tl.float32)
-    db_lo = tl.zeros((R, C2), tl.float32)
-    db_hi = tl.zeros((R, C2), tl.float32)
-    share = 1.0 / (K8 * 8).to(tl.float32)
-    for start in range(0, ROWS, R):
-        row0 = first + start
-        row_ok = (row0 + rows) < M
-        rstd = row_stat(rstd_ptr, row0, rows, M)
-        mean = row_stat(mean_ptr, row0, rows, M) if LAYER else rstd
-        n_lo, n_hi = normalized(load_words(h_ptr, rows, row0, 0, M, K2, LD2, C2), mean, rstd, LAYER, DTYPE)
-        g_lo, g_hi = unpack(load_words(g_ptr, rows, row0, 0, M, K2, LDG2, C2), G_DTYPE)
-        p_lo, p_hi = g_lo * n_lo, g_hi * n_hi
-        if WEIGHT:
-            dw_lo += p_lo
-            dw_hi += p_hi
-            products = tl.fma(p_hi, w_hi, p_lo * w_lo)
-        else:
-            products = p_lo + p_hi
-        if BIAS:
-            db_lo += g_lo
-            db_hi += g_hi
-        tl.store(dot_ptr + row0 + rows, tree_sum(chunk_sums(products), LOG2) * share, mask=row_ok)
-        if LAYER:
-            scaled = tl.fma(g_hi, w_hi, g_lo * w_lo) if WEIGHT else g_lo + g_hi
-            tl.store(total_ptr + row0 + rows, tree_sum(chunk_sums(scaled), LOG2) * share, mask=row_ok)
-    cols = tl.arange(0, 2 * C2)
-    if WEIGHT:
-        line = tl.reshape(tl.join(tl.sum(dw_lo, axis=0), tl.sum(dw_hi, axis=0)), (2 * C2,))
-        tl.store(line_ptr + cols, line, mask=cols < K8 * 8)
-    if BIAS:
-        line = tl.reshape(tl.join(tl.sum(db_lo, axis=0), tl.sum(db_hi, axis=0)), (2 * C2,))
-        tl.store(line_ptr + K8 * 8 * WEIGHT + cols, line, mask=cols < K8 * 8)
+def load_rows(ptr, row0, rows, cols, M, K2, LD2):
+    """(R, W, P, 128) words of tokens `row0 + rows`, zero past the edges."""
+    return tl.load(ptr + row0 * LD2 + rows * LD2 + cols, mask=((row0 + rows) < M) & (cols < K2), other=0)
 
 
 @triton.jit
-def grad_input(
-    g_ptr, h_ptr, mean_ptr, rstd_ptr, dot_ptr, total_ptr, res_ptr, w_lo, w_hi,
-    rows, row0, col0, M, K2, LDG2, LD2, LDR2,
-    LAYER: tl.constexpr, RES: tl.constexpr, WEIGHT: tl.constexpr,
-    DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, RES_DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Words of dx of one subtile, rounded to h's dtype, zero past the edges."""
-    rstd = row_stat(rstd_ptr, row0, rows, M)
-    mean = row_stat(mean_ptr, row0, rows, M) if LAYER else rstd
-    n_lo, n_hi = normalized(load_words(h_ptr, rows, row0, col0, M, K2, LD2, 64), mean, rstd, LAYER, DTYPE)
-    lo, hi = unpack(load_words(g_ptr, rows, row0, col0, M, K2, LDG2, 64), G_DTYPE)
-    if WEIGHT:
-        lo, hi = lo * w_lo, hi * w_hi
-    dot = -row_stat(dot_ptr, row0, rows, M)[:, None]
-    lo, hi = tl.fma(n_lo, dot, lo), tl.fma(n_hi, dot, hi)
-    if LAYER:
-        total = row_stat(total_ptr, row0, rows, M)[:, None]
-        lo, hi = lo - total, hi - total
-    lo, hi = lo * rstd[:, None], hi * rstd[:, None]
-    if RES:
-        r_lo, r_hi = unpack(load_words(res_ptr, rows, row0, col0, M, K2, LDR2, 64), RES_DTYPE)
-        lo, hi = lo + r_lo, hi + r_hi
-    dx = pack(lo, hi, DTYPE)
-    if LAYER:  # past the last feature the row's mean gradient is left over
-        dx = tl.where((col0 // 2 + tl.arange(0, 64) < K2)[None, :], dx, 0)
-    return dx
+def row_value(ptr, row0, rows, M):
+    return tl.load(ptr + row0 + rows, mask=(row0 + rows) < M, other=0.0)
+
+
+@triton.jit
+def row_sum(x):
+    """First inside a thread, then inside a warp, then over the warps of a row."""
+    inside = tl.sum(tl.sum(x, axis=2, keep_dims=True), axis=3, keep_dims=True)
+    return tl.sum(inside, axis=1, keep_dims=True)
+
+
+@triton.jit
+def store_sums(ptr, lo, hi, cols, K2):
+    """Sums over the rows of (R, W, P, 128) even and odd features."""
+    tl.store(ptr + 2 * cols, tl.sum(lo, axis=0, keep_dims=True), mask=cols < K2)
+    tl.store(ptr + 2 * cols + 1, tl.sum(hi, axis=0, keep_dims=True), mask=cols < K2)
 
 
 @kernel(do_not_specialize=SCALARS)
 def norm_backward_kernel(
-    g_ptr, h_ptr, w_ptr, mean_ptr, rstd_ptr, res_ptr, dx_ptr, partial_ptr, q_ptr, s_ptr, qt_ptr, st_ptr,
-    total_ptr, dot_ptr, counter_ptr, M, K8, LDG8, LD8, LDR8, MT, LEAD,
+    g_ptr, h_ptr, w_ptr, mean_ptr, rstd_ptr, res_ptr, dx_ptr, partial_ptr, M, K8, LDG8, LD8, LDR8,
     LAYER: tl.constexpr, RES: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, W_DTYPE: tl.constexpr, RES_DTYPE: tl.constexpr,
-    R_BR: tl.constexpr, R_BC: tl.constexpr, R_E5: tl.constexpr, R_FLOOR: tl.constexpr, R_ALIGNED: tl.constexpr,
-    C_BR: tl.constexpr, C_BC: tl.constexpr, C_E5: tl.constexpr, C_FLOOR: tl.constexpr, C_ALIGNED: tl.constexpr,
-    T_ALIGN: tl.constexpr, SWIZZLED: tl.constexpr, REPS: tl.constexpr, LOG2: tl.constexpr,
-    R: tl.constexpr, SUMMING: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, P: tl.constexpr, RUN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Roles as in `norm_tile_kernel`. `partial` is (SUMMING * strips, [dweight K | dbias K])."""
+    """RUN times R rows. A row is W warps wide and takes each of them P passes, so that
+    `256 P W` features hold it. `partial` is (programs, [dweight K | dbias K]).
+    """
     K2 = K8 * 4
-    chunks = tl.cdiv(K8, 16)
-    u = tl.program_id(0) // (SUMMING + chunks)
-    role = tl.program_id(0) % (SUMMING + chunks)
-    if role < SUMMING:
-        if u * 128 < M:
-            w_lo, w_hi = load_feature(w_ptr, 0, K2, 1.0, WEIGHT, W_DTYPE, 64 << LOG2)
-            first = u.to(tl.int64) * 128 + role * (128 // SUMMING)
-            line = partial_ptr + (u.to(tl.int64) * SUMMING + role) * (K8 * 8 * (WEIGHT + BIAS))
-            sum_backward_rows(
-                g_ptr, h_ptr, mean_ptr, rstd_ptr, dot_ptr, total_ptr, line, w_lo, w_hi, first, M, K8, LDG8 * 4, LD8 * 4,
-                LAYER, WEIGHT, BIAS, DTYPE, G_DTYPE, LOG2, R, 128 // SUMMING,
-            )  # fmt: skip
-            announce(counter_ptr, u)
-    elif u >= LEAD:
-        strip = u - LEAD
-        row0 = strip.to(tl.int64) * 128
-        col0 = (role - SUMMING) * 128
-        r0, r1, r2, r3 = row_index(0, REPS), row_index(1, REPS), row_index(2, REPS), row_index(3, REPS)
-        w_lo, w_hi = load_feature(w_ptr, col0, K2, 1.0, WEIGHT, W_DTYPE, 64)
-        await_rows(counter_ptr, strip, SUMMING)
-        x0 = grad_input(
-            g_ptr, h_ptr, mean_ptr, rstd_ptr, dot_ptr, total_ptr, res_ptr, w_lo, w_hi, r0, row0, col0, M, K2,
-            LDG8 * 4, LD8 * 4, LDR8 * 4, LAYER, RES, WEIGHT, DTYPE, G_DTYPE, RES_DTYPE,
-        )  # fmt: skip
-        x1 = grad_input(
-            g_ptr, h_ptr, mean_ptr, rstd_ptr, dot_ptr, total_ptr, res_ptr, w_lo, w_hi, r1, row0, col0, M, K2,
-            LDG8 * 4, LD8 * 4, LDR8 * 4, LAYER, RES, WEIGHT, DTYPE, G_DTYPE, RES_DTYPE,
-        )  # fmt: skip
-        x2 = grad_input(
-            g_ptr, h_ptr, mean_ptr, rstd_ptr, dot_ptr, total_ptr, res_ptr, w_lo, w_hi, r2, row0, col0, M, K2,
-            LDG8 * 4, LD8 * 4, LDR8 * 4, LAYER, RES, WEIGHT, DTYPE, G_DTYPE, RES_DTYPE,
-        )  # fmt: skip
-        x3 = grad_input(
-            g_ptr, h_ptr, mean_ptr, rstd_ptr, dot_ptr, total_ptr, res_ptr, w_lo, w_hi, r3, row0, col0, M, K2,
-            LDG8 * 4, LD8 * 4, LDR8 * 4, LAYER, RES, WEIGHT, DTYPE, G_DTYPE, RES_DTYPE,
-        )  # fmt: skip
-        store_rows(x0, r0, row0, col0, M, K2, dx_ptr)
-        store_rows(x1, r1, row0, col0, M, K2, dx_ptr)
-        store_rows(x2, r2, row0, col0, M, K2, dx_ptr)
-        store_rows(x3, r3, row0, col0, M, K2, dx_ptr)
-        emit_tile(
-            x0, x1, x2, x3, row0, col0, M, K2, MT, q_ptr, s_ptr, qt_ptr, st_ptr, DTYPE,
-            R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN, SWIZZLED, REPS,
-        )  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * (R * RUN)
+    rows = tl.arange(0, R)[:, None, None, None]
+    pieces = tl.arange(0, P)[None, None, :, None] * W + tl.arange(0, W)[None, :, None, None]
+    cols = pieces * LANES + tl.arange(0, LANES)[None, None, None, :]
+    if WEIGHT:
+        wide = tl.broadcast_to(cols, (R, W, P, LANES))  # the layout of the rows, whatever the weight's dtype
+        w_lo, w_hi = unpack(tl.load(w_ptr + wide, mask=wide < K2, other=0), W_DTYPE)
+    dw_lo = tl.zeros((R, W, P, LANES), tl.float32)
+    dw_hi = tl.zeros((R, W, P, LANES), tl.float32)
+    db_lo = tl.zeros((R, W, P, LANES), tl.float32)
+    db_hi = tl.zeros((R, W, P, LANES), tl.float32)
+    share = 1.0 / (K8 * 8).to(tl.float32)
+    for i in tl.range(0, RUN, num_stages=STAGES):
+        row0 = first + i * R
+        n_lo, n_hi = unpack(load_rows(h_ptr, row0, rows, cols, M, K2, LD8 * 4), DTYPE)
+        g_lo, g_hi = unpack(load_rows(g_ptr, row0, rows, cols, M, K2, LDG8 * 4), G_DTYPE)
+        rstd = row_value(rstd_ptr, row0, rows, M)
+        if LAYER:
+            mean = row_value(mean_ptr, row0, rows, M)
+            n_lo, n_hi = n_lo - mean, n_hi - mean
+        n_lo, n_hi = n_lo * rstd, n_hi * rstd
+        if BIAS:
+            db_lo += g_lo
+            db_hi += g_hi
+        if WEIGHT:
+            dw_lo = tl.fma(g_lo, n_lo, dw_lo)
+            dw_hi = tl.fma(g_hi, n_hi, dw_hi)
+            g_lo, g_hi = g_lo * w_lo, g_hi * w_hi
+        dot = row_sum(tl.fma(g_hi, n_hi, g_lo * n_lo)) * (-1.0 * share)
+        lo, hi = tl.fma(n_lo, dot, g_lo), tl.fma(n_hi, dot, g_hi)
+        if LAYER:
+            total = row_sum(g_lo + g_hi) * share
+            lo, hi = lo - total, hi - total
+        lo, hi = lo * rstd, hi * rstd
+        if RES:
+            r_lo, r_hi = unpack(load_rows(res_ptr, row0, rows, cols, M, K2, LDR8 * 4), RES_DTYPE)
+            lo, hi = lo + r_lo, hi + r_hi
+        at = dx_ptr + row0 * K2 + rows * K2 + cols
+        tl.store(at, pack(lo, hi, DTYPE), mask=((row0 + rows) < M) & (cols < K2))
+    line_ptr = partial_ptr + tl.program_id(0).to(tl.int64) * (K8 * 8 * (WEIGHT + BIAS))
+    if WEIGHT:
+        store_sums(line_ptr, dw_lo, dw_hi, cols, K2)
+    if BIAS:
+        store_sums(line_ptr + K8 * 8 * WEIGHT, db_lo, db_hi, cols, K2)
 
 
 def norm_backward(
@@ -198,24 +139,19 @@ def norm_backward(
     if grad_residual is not None:
         check_same("norm_backward", "grad_residual", grad_residual, h, dtype=False)
     launch.check_features("norm_backward", h.shape[1], launch.MAX_FEATURES)
-    now_row, now_col, later_row, later_col = launch.split_specs(rowwise, colwise)
     rows, cols = h.shape
     dx = torch.empty(rows, cols, dtype=h.dtype, device=h.device)
-    plan = plan_emission(h, rows, cols, now_row, now_col, swizzled=swizzled, pad_tokens=pad_tokens)
     sums = ((weight is not None) + has_bias) * cols
     totals = torch.zeros(sums, dtype=torch.float32, device=h.device) if rows == 0 else empty(h, torch.float32)
     if rows and cols:
-        totals = _launch_backward(grad_y, h, weight, mean, rstd, kind, grad_residual, has_bias, dx, plan, sums)
-    outputs = list(plan.outputs)
-    if later_row is not None or later_col is not None:
-        later = quantize_both(dx, later_row, later_col, seed, stream, swizzled=swizzled, pad_tokens=pad_tokens)
-        outputs = [b if a.numel() == 0 else a for a, b in zip(outputs, later)]
+        totals = _launch(grad_y, h, weight, mean, rstd, kind, grad_residual, has_bias, dx, sums)
+    quantized = quantize_both(dx, rowwise, colwise, seed, stream, swizzled=swizzled, pad_tokens=pad_tokens)
     dweight = empty(h, torch.float32) if weight is None else totals[:cols]
     dbias = totals[sums - cols :].clone() if has_bias else empty(h, torch.float32)  # outputs may not alias
-    return dx, dweight, dbias, outputs[0], outputs[1], outputs[2], outputs[3]
+    return dx, dweight, dbias, *quantized
 
 
-def _launch_backward(
+def _launch(
     grad_y: Tensor,
     h: Tensor,
     weight: Tensor | None,
@@ -225,35 +161,22 @@ def _launch_backward(
     grad_residual: Tensor | None,
     has_bias: bool,
     dx: Tensor,
-    plan: Emission,
     sums: int,
 ) -> Tensor:
     rows, cols = h.shape
     grad_y, h = dense_rows(grad_y), dense_rows(h)
     residual = h if grad_residual is None else dense_rows(grad_residual)
     gain = h if weight is None else weight.contiguous()
-    layer = kind == "layer"
-    tile = launch.norm_backward_config(layer)
-    roles = launch.plan_roles(h, tile, 8192, 4)
-    means = torch.empty(2 if layer else 1, rows, dtype=torch.float32, device=h.device)
-    partial = torch.empty(roles.strips * 4, sums, dtype=torch.float32, device=h.device)
-    norm_backward_kernel[(roles.programs,)](
+    config = launch.norm_backward_config(rows, cols, kind == "layer" or has_bias)
+    programs = -(-rows // (config.rows * config.run))
+    partial = torch.empty(programs, sums, dtype=torch.float32, device=h.device)
+    across = max(1, config.warps // config.rows)
+    norm_backward_kernel[(programs,)](
         words(grad_y), words(h), words(gain), mean, rstd, words(residual), words(dx), partial,
-        *plan.pointers, means[-1], means[0], roles.counter,
-        rows, cols // 8, grad_y.stride(0) // 8, h.stride(0) // 8, residual.stride(0) // 8, plan.stride_t, roles.lead,
-        LAYER=layer, RES=grad_residual is not None, WEIGHT=weight is not None, BIAS=has_bias,
+        rows, cols // 8, grad_y.stride(0) // 8, h.stride(0) // 8, residual.stride(0) // 8,
+        LAYER=kind == "layer", RES=grad_residual is not None, WEIGHT=weight is not None, BIAS=has_bias,
         DTYPE=DTYPES[h.dtype], G_DTYPE=DTYPES[grad_y.dtype], W_DTYPE=DTYPES[gain.dtype],
-        RES_DTYPE=DTYPES[residual.dtype],
-        **plan.flags, REPS=tile.reps(h.element_size()), **roles.flags,
-        num_warps=tile.warps, enable_fp_fusion=False, **tile.options,
+        RES_DTYPE=DTYPES[residual.dtype], R=config.rows, W=across, P=config.cols // (256 * across), RUN=config.run,
+        STAGES=3, num_warps=config.warps, enable_fp_fusion=False,
     )  # fmt: skip
     return sum_strips(partial)
-
-
-def sum_strips(partial: Tensor) -> Tensor:
-    """(S, N) fp32 to (N,): the second launch of every sum over tokens, without atomics."""
-    strips, width = partial.shape
-    out = torch.empty(width, dtype=torch.float32, device=partial.device)
-    if width:
-        sum_strips_kernel[(-(-width // 32),)](partial, out, strips, width, R=128, C=32, num_warps=8)
-    return out

@@ -186,6 +186,19 @@ def check_activation(rows, cols, kind, dtype, device, spec, *, packed=False, swi
             same_bits(unfused, back[4 + 4 * i : 8 + 4 * i], spec, spec, f"{what} gradient {i}")
 
 
+def check_every_bf16(kind: str, device: str) -> None:
+    """Activation and slope of every bf16 up to 2**60 are rounded correctly, but for near ties and below 2**-40."""
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(BF16).view(512, 128)
+    x = torch.where(x.float().abs() < 2.0**60, x, 0).to(device)
+    y = activation_quantize.activation_quantize(x, None, kind, BF16, None, None, True)[0]
+    slope = activation_quantize.activation_backward(torch.ones_like(x), x, None, kind, None, None, False, None)[0]
+    exact = reference_ops._act(x.double(), kind), reference_ops._act_grad(x.double(), kind)
+    for actual, expected in zip((y, slope), exact):
+        unit = torch.exp2(torch.floor(torch.log2(expected.abs().clamp(min=2.0**-40)))) * 2.0**-7
+        error = ((actual.double() - expected).abs() / unit).max().item()
+        assert error < 0.505, f"{kind}: off by {error:.4f} units in the last place"
+
+
 def quantize_checks(device: str) -> Iterator[Callable[[], None]]:
     """Every tile, format, rounding and layout on small odd shapes."""
 
@@ -250,6 +263,7 @@ def activation_checks(device: str) -> Iterator[Callable[[], None]]:
 
     for kind in reference_ops.PLAIN_KINDS:
         yield check(34, 96, kind, BF16, NATURAL)
+        yield lambda kind=kind: check_every_bf16(kind, device)
     yield check(130, 32, "gelu", FP32, SQUARE)
     yield check(70, 160, "swiglu", BF16, HOPPER)
     yield check(33, 64, "geglu_tanh", BF16, NATURAL, packed=True)
