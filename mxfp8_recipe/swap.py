@@ -10,12 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .autograd import AttentionConfig, LinearConfig
 from .config import BF16
 from .costs import Cost
 from .modules import NormModuleConfig, disable_fast_paths, is_slow_encoder, is_swapped, restore, swap_class
-from .mx_tensor import Edge
+from .mx_tensor import Edge, Traveling
 from .plan import LayerPlan, Plan
 
 PLAN = "_mxfp8_plan"
@@ -59,6 +60,9 @@ def connect(model: nn.Module, plan: Plan, strict: bool) -> None:
             norm = replace(config.norm, rowwise=edge.rowwise, colwise=edge.colwise, emit_high=edge.emit_high)
             module.__dict__["mxfp8_config"] = replace(config, norm=norm)
     model.__dict__[PLAN] = plan
+    drop_hook(model._forward_hooks, _settle)
+    if any(edge.fused for edge in plan.edges):
+        model.register_forward_hook(_settle)
 
 
 def take_back(model: nn.Module) -> int:
@@ -77,6 +81,7 @@ def take_back(model: nn.Module) -> int:
         module.__dict__.pop(_EDGE, None)
     for owner in owners:
         del owner.__dict__[PLAN]
+        drop_hook(owner._forward_hooks, _settle)
         drop_hook(owner._state_dict_hooks, _record_fingerprint)
         drop_hook(owner._load_state_dict_pre_hooks, _check_fingerprint)
     return sum(not slow for slow in slowed)
@@ -151,6 +156,13 @@ def layer_config(layer: LayerPlan, plan: Plan) -> Any:
     if layer.kind == "attention":
         return AttentionConfig.of(layer.precision, layer.fqn, fuse=plan.recipe.fuse)
     return layer.module_config
+
+
+def _settle(module: nn.Module, args: Any, output: Any) -> Any:
+    """No value leaves the planned model on an edge: a path that no recording took may return one."""
+    if not any(isinstance(leaf, Traveling) for leaf in tree_leaves(output)):
+        return None
+    return tree_map_only(Traveling, lambda value: value.high("the caller of the model"), output)
 
 
 def _record_fingerprint(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mxfp8_recipe import apply_recipe
+from mxfp8_recipe import apply_recipe, revert
+from mxfp8_recipe.swap import _settle
 from numerics_tests.blocks import fused_producers, reason_of, unfused
 from numerics_tests.helpers import gradients, same_bits
 
@@ -255,7 +256,8 @@ def test_threads_share_a_first_forward() -> None:
         thread.join()
     assert len(outs) == 16
     assert all(same_bits(out, outs[0]) for out in outs)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    hooks = [hook for m in model.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+    assert [hook for hook in hooks if hook is not _settle] == []
 
 
 VIEWS: tuple[Callable[[Tensor], Tensor], ...] = (
@@ -421,3 +423,38 @@ def test_reentrant_checkpoints_side_by_side(example: bool) -> None:
     model, _, x = made(InCheckpoints, example=example)
     for _ in range(2):
         assert len(gradients(model, x)[2]) == 6  # all but those of the layer nobody calls
+
+
+class LeavesEarly(Parts):
+    """Returns what an edge carries, in a container, on a path that no recording took."""
+
+    def forward(self, x: Tensor) -> Any:
+        n = self.norm(x)
+        if self.late:
+            return {"hidden": [n], "input": x}
+        h = self.act(self.a(n))
+        return (h, n) if self.late is None else self.b(h)
+
+
+@pytest.mark.parametrize("late", [True, None])
+@pytest.mark.parametrize("example", [True, False])
+def test_nothing_leaves_the_model_on_an_edge(late: bool | None, example: bool) -> None:
+    outputs = []
+    for recipe in ("mxfp8", unfused()):
+        model, _, x = made(LeavesEarly, recipe, example)
+        model(x.clone().requires_grad_()).sum().backward()
+        model.late = late
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            out = model(x)
+        leaves = [out["hidden"][0], out["input"]] if late else list(out)
+        assert all(type(leaf) is Tensor for leaf in leaves)
+        outputs.append(leaves)
+    assert all(same_bits(a, b) for a, b in zip(*outputs))
+
+
+def test_reverting_takes_the_watch_on_outputs_away() -> None:
+    model, _, _ = made(LeavesEarly)
+    assert model._forward_hooks
+    revert(model)
+    assert not model._forward_hooks
