@@ -55,7 +55,7 @@ class Ranker(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Two pre-norm encoder layers with dropout and a BatchNorm, over (B, 12, 64)."""
+    """Two pre-norm encoder layers with dropout and a BatchNorm, over (B, L, 64)."""
 
     def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()
@@ -77,9 +77,9 @@ def rows(step: int, count: int = 64, width: int = 64) -> tuple[Tensor, Tensor]:
 
 
 def sequences(step: int) -> tuple[Tensor, Tensor]:
-    """Inputs (16, 12, 64) and labels (16,)."""
-    x, y = rows(step, 16 * 12)
-    return x.view(16, 12, 64), y[:16]
+    """Inputs (8, 10, 64) and labels (8,)."""
+    x, y = rows(step, 8 * 10)
+    return x.view(8, 10, 64), y[:8]
 
 
 @dataclass
@@ -90,7 +90,7 @@ class GemData:
     model: Callable[[], nn.Module]
 
     @classmethod
-    def load(cls, count: int, size: int = 24) -> GemData:
+    def load(cls, count: int, size: int = 12) -> GemData:
         data = load(DataRequest(rows=max(count * size * 2, 400)))
         batches = [batch for batch, _ in zip(data.train_batches(size), range(count))]
         return cls(batches, lambda: GemSmall(data.spec, GemSmallConfig(history_layers=1, interaction_layers=1)))

@@ -67,8 +67,8 @@ def from_step(start: int, change: Callable[[Tensor], Tensor]) -> Callable[[Tenso
 
 def test_a_thousand_clean_steps_raise_nothing() -> None:
     model = ranker()
-    reports, losses = watch(model, 1000, every=10)
-    assert len(reports) == 100
+    reports, losses = watch(model, 1000, every=20, batches=lambda step: rows(step, 32))
+    assert len(reports) == 50
     assert raised(reports) == []
     assert sum(losses[-50:]) < 0.9 * sum(losses[:50])
 
@@ -102,8 +102,8 @@ class Recsys(nn.Module):
 
 
 def histories(step: int) -> tuple[Tensor, Tensor]:
-    x, y = rows(step, 8 * 12)
-    return x.view(8, 12, 64), y[:8]
+    x, y = rows(step, 4 * 10)
+    return x.view(4, 10, 64), y[:4]
 
 
 def grow_channel(x: Tensor, step: int) -> Tensor:
@@ -234,8 +234,8 @@ def test_a_drifting_calibration() -> None:
     with torch.no_grad():
         model.head.weight.mul_(0.1)
         model.head.bias.fill_(-1.0)
-    handle = model.head.register_forward_hook(lambda m, a, out: out + max(bias["step"] - 20, 0) * 0.05)
-    reports, _ = watch(model, 60, batches=batches, learning_rate=0.0, before=drift, window=5, tasks=["ctr"])
+    handle = model.head.register_forward_hook(lambda m, a, out: out + max(bias["step"] - 20, 0) * 0.1)
+    reports, _ = watch(model, 44, batches=batches, learning_rate=0.0, before=drift, window=5, tasks=["ctr"])
     handle.remove()
     assert named(reports, AlarmKind.CALIBRATION) == {("ctr", "predictions")}
     assert {a.kind for a in raised(reports)} == {AlarmKind.CALIBRATION}

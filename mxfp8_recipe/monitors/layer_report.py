@@ -79,7 +79,8 @@ def pack(collector: Collector, rows: list[Site], device: torch.device) -> Packed
             sums.append([0.0] * len(SUMS) if fields is None else fields.sums)
             maxima.append([0.0, NOTHING, NOTHING] if fields is None else fields.maxima)
         for gemm in site.gemms:
-            errors.append(list(collector.errors.get((site.layer, gemm)) or (0.0, 0.0)))
+            norms = collector.errors.get((site.layer, gemm))
+            errors.append([0.0, 0.0] if norms is None else [norms[0], norms[1]])
     packed = [_gathered(sums, len(SUMS), device), _gathered(maxima, len(MAXIMA), device), _gathered(errors, 2, device)]
     packed[0][:, : len(ROOTS)].square_()
     return Packed(packed[0], packed[1], packed[2].square_())

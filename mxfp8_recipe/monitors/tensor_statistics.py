@@ -48,7 +48,8 @@ class Fields:
     """The sums and maxima of one tensor, scalars on its device or known ones; `ROOTS` as they are, not yet squared."""
 
     def __init__(self, sums: list[Value], maxima: list[Value]) -> None:
-        self.sums, self.maxima = sums, maxima
+        self.sums: list[Value] = sums
+        self.maxima: list[Value] = maxima
 
     def add(self, other: Fields) -> None:
         for i, name in enumerate(SUMS):
@@ -106,7 +107,7 @@ def peaks_of(x: Tensor) -> Peaks:
     if not x.numel():
         return Peaks(x.new_zeros(0), 0.0, 0)
     if backends.select(x.device) != "reference":
-        scale = backends.quantize(x, QuantSpec().encode(), "", None, 0, "auto")[1]
+        scale = backends.quantize(x, QuantSpec().encode(), "", None, 0, backends.plain(x.device))[1]
         rows = torch.linalg.vector_norm(x, math.inf, -1)
         return Peaks(rows, torch.count_nonzero(scale == 255), scale.numel())
     blocks = block_amax(x)
@@ -115,7 +116,7 @@ def peaks_of(x: Tensor) -> Peaks:
 
 def quantized(x: Tensor, rowwise: str, colwise: str, seed: Tensor | None, stream: int) -> tuple[Tensor, ...]:
     """`(qdata, scale, qdata_t, scale_t)` of (M, K) as the layer's own op quantizes it."""
-    return backends.quantize(x, rowwise, colwise, seed, stream, "auto")
+    return backends.quantize(x, rowwise, colwise, seed, stream, backends.plain(x.device))
 
 
 def tensor_fields(peaks: Peaks, sampled: Tensor, qdata: Tensor, scale: Tensor, spec: QuantSpec) -> Fields:
