@@ -14,9 +14,9 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from .replay import ALIGNMENT, launch_compiled, launched
+
 INT32 = range(-(2**31), 2**31)
-ALIGNMENT = 16
-"""Bytes, or elements of an integer, that a specialized argument is checked to be a multiple of."""
 
 
 def kernel(*, do_not_specialize: list[str]) -> Callable[[Callable[..., Any]], Any]:
@@ -61,14 +61,9 @@ class Kernel(JITFunction):
             if not warmup and hasattr(compiled, "packed_metadata"):
                 rest = tuple(kwargs[p.name] for p in self.params[len(args) :])
                 self.known[key] = compiled, rest
+                launched(compiled, grid, (*args, *rest))
             return compiled
         compiled, rest = found
+        launched(compiled, grid, (*args, *rest))
         launch_compiled(compiled, grid, index, (*values, *rest))
         return compiled
-
-
-def launch_compiled(compiled: Any, grid: tuple[int, ...], device: int | None, args: tuple[Any, ...]) -> None:
-    """Launch a compiled kernel with all its arguments in order, pointers as tensors or addresses."""
-    x, y, z = (*grid, 1, 1)[:3]
-    stream = triton.runtime.driver.active.get_current_stream(device)  # pyright: ignore[reportAttributeAccessIssue]
-    compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)

@@ -35,10 +35,9 @@ class Launches:
 @pytest.fixture
 def launches() -> Any:
     found = Launches()
-    stream = SimpleNamespace(get_current_stream=lambda device: 7)
     with (
         mock.patch.object(triton.runtime.jit.JITFunction, "run", lambda *a, **k: found.bind(*a, **k)),
-        mock.patch.object(triton.runtime, "driver", SimpleNamespace(active=stream)),
+        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=7, create=True),
     ):
         yield found
 

@@ -12,7 +12,7 @@ from typing import Any
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from ..jit import launch_compiled
+from ..replay import launch_compiled, launched
 
 tma_load = getattr(tma, "async_load", tma.async_copy_global_to_shared)
 tma_store = getattr(tma, "async_store", tma.async_copy_shared_to_global)
@@ -33,6 +33,7 @@ def launch(
     found = _compiled.get(key)
     if found is None:
         # Fusing p * s + acc into one instruction loses nothing: p * s is exact. Newer triton no longer does it unasked.
-        _compiled[key] = kernel[(programs,)](*args, num_warps=warps, enable_fp_fusion=True)
+        found = _compiled[key] = kernel[(programs,)](*args, num_warps=warps, enable_fp_fusion=True)
     else:
         launch_compiled(found, (programs,), device, args)
+    launched(found, (programs,), args)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .. import backends
 from ..config import GemmPrecision, LinearPrecision
+from ..fused.replay import Replayed
 from .gradient import GradientSpec, MXGradient
 
 INPUT_STREAM, WEIGHT_STREAM, GRAD_STREAM = 0, 1, 2
@@ -122,37 +123,84 @@ def linear_forward(
     `multiply` takes the arguments of `fprop` and stands for it where its GEMM has another epilogue.
     """
     needs_input, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
-    x = rows(input)
-    x_q = given
-    if given[0] is None:
+    tensors, wanted = (rows(input), *given, weight, bias, seed), (needs_input, needs_weight, config)
+    if multiply is None:
+        out, *saved = _forward(tensors, wanted)
+        assert out is not None
+        ctx.gradient_spec = wanted_gradient(config, needs_input, needs_weight, ctx.needs_input_grad[6])
+        out = shaped(out, (*input.shape[:-1], weight.shape[0]))
+    else:
+        x_q, w_q, saved = _quantized(*tensors[:6], seed, *wanted)
+        out = multiply(tensors[0], x_q, weight, w_q, bias, config)
+    ctx.save_for_backward(*saved, seed)
+    ctx.config, ctx.input_shape, ctx.input_dtype = config, input.shape, input.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    return out
+
+
+def _quantized(
+    x: Tensor, qdata: Tensor | None, scale: Tensor | None, qdata_t: Tensor | None, scale_t: Tensor | None,
+    weight: Tensor, seed: Tensor | None, needs_input: bool, needs_weight: bool, config: LinearConfig,
+) -> tuple[Quantized, Quantized, tuple[Tensor | None, ...]]:  # fmt: skip
+    """Input and weight for fprop, and what backward needs of both."""
+    x_q: Quantized = (qdata, scale, qdata_t, scale_t)
+    if qdata is None:
         rowwise, colwise = config.input_specs
         x_q = quantize(x, rowwise, colwise if needs_weight else "", seed, INPUT_STREAM, config.backend)
     w_q = quantize_weight(weight, needs_input, seed, config)
     saved_x = kept(x, x_q, config.wgrad[1]) if needs_weight else (None, None)
     saved_w = kept(weight, w_q, config.dgrad[1]) if needs_input else (None, None)
-    ctx.save_for_backward(*saved_x, *saved_w, seed)
-    ctx.config, ctx.input_shape, ctx.input_dtype = config, input.shape, input.dtype
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    if multiply is not None:
-        return multiply(x, x_q, weight, w_q, bias, config)
-    ctx.gradient_spec = wanted_gradient(config, needs_input, needs_weight, ctx.needs_input_grad[6])
-    return shaped(fprop(x, x_q, weight, w_q, bias, config), (*input.shape[:-1], weight.shape[0]))
+    return x_q, w_q, (*saved_x, *saved_w)
+
+
+@Replayed
+def _forward(
+    x: Tensor, qdata: Tensor | None, scale: Tensor | None, qdata_t: Tensor | None, scale_t: Tensor | None,
+    weight: Tensor, bias: Tensor | None, seed: Tensor | None,
+    needs_input: bool, needs_weight: bool, config: LinearConfig,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The output, and what backward needs."""
+    given = (qdata, scale, qdata_t, scale_t)
+    x_q, w_q, saved = _quantized(x, *given, weight, seed, needs_input, needs_weight, config)
+    return fprop(x, x_q, weight, w_q, bias, config), *saved
 
 
 def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients in the argument order of `MXFP8LinearFunction`."""
     refuse_second_order()
-    x, x_scale, w, w_scale, seed = ctx.saved_tensors
+    saved = ctx.saved_tensors
     config: LinearConfig = ctx.config
-    needs_input, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 5, 6))
-    grad, grad_q, total = receive(ctx, grad_output, needs_input, needs_weight, needs_bias, seed, config)
-    grad_input = grad_weight = None
-    if needs_input:
-        grad_input = shaped(dgrad(grad, grad_q, w, w_scale, config), ctx.input_shape).to(ctx.input_dtype)
-    if needs_weight:
-        grad_weight = wgrad(grad, grad_q, x, x_scale, config)
+    needs_input, (needs_weight, needs_bias) = ctx.needs_input_grad[0], ctx.needs_input_grad[5:7]
+    if isinstance(grad_output, MXGradient):
+        grad, grad_q, total = receive(ctx, grad_output, needs_input, needs_weight, needs_bias, saved[4], config)
+        x, x_scale, w, w_scale, _ = saved
+        grad_input, grad_weight = _gradients(grad, grad_q, x, x_scale, w, w_scale, needs_input, needs_weight, config)
+    else:
+        grad = rows(grad_output)
+        grad_input, grad_weight, total = _backward((grad, *saved), (needs_input, needs_weight, needs_bias, config))
+    if grad_input is not None:
+        grad_input = shaped(grad_input, ctx.input_shape).to(ctx.input_dtype)
     grad_bias = bias_grad(grad, total, ctx.bias_dtype) if needs_bias else None
     return grad_input, None, None, None, None, grad_weight, grad_bias, None, None
+
+
+def _gradients(
+    grad: Tensor, grad_q: Quantized, x: Tensor, x_scale: Tensor | None, w: Tensor, w_scale: Tensor | None,
+    needs_input: bool, needs_weight: bool, config: LinearConfig,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Of the input, (M, K), and of the weight."""
+    grad_input = dgrad(grad, grad_q, w, w_scale, config) if needs_input else None
+    return grad_input, wgrad(grad, grad_q, x, x_scale, config) if needs_weight else None
+
+
+@Replayed
+def _backward(
+    grad: Tensor, x: Tensor, x_scale: Tensor | None, w: Tensor, w_scale: Tensor | None, seed: Tensor | None,
+    needs_input: bool, needs_weight: bool, needs_bias: bool, config: LinearConfig,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of input and weight, and the sums over the tokens where one read of `grad` gives them too."""
+    grad_q, total = quantize_grad(grad, needs_input, needs_weight, needs_bias, seed, config)
+    return *_gradients(grad, grad_q, x, x_scale, w, w_scale, needs_input, needs_weight, config), total
 
 
 def refuse_second_order() -> None:
