@@ -20,11 +20,12 @@ name, so a table can hold either. Common to all of them:
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from .reference import quantize_spec
+from .reference import quantize_spec, random_hadamard
 from .scale_layout import swizzle_scale
 from .spec import QuantSpec, near_misses
 
@@ -64,7 +65,10 @@ def quantize_both(
         qdata, scale = quantize_spec(x, rowwise, axis=-1, seed=seed, stream=stream)
         outputs[0], outputs[1] = qdata.contiguous().view(torch.uint8), _stored(scale, swizzled)
     if colwise is not None:
-        x = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % pad_tokens))
+        missing = -x.shape[0] % pad_tokens
+        if missing and colwise.hadamard is not None:  # the tokens alone are rotated, not the zeros after them
+            x, colwise = random_hadamard(x.mT, colwise.hadamard).mT, replace(colwise, hadamard=None)
+        x = torch.nn.functional.pad(x, (0, 0, 0, missing))
         qdata, scale = quantize_spec(x, colwise, axis=-2, seed=seed, stream=stream)
         outputs[2], outputs[3] = qdata.t().contiguous().view(torch.uint8), _stored(scale.t(), swizzled)
     return outputs[0], outputs[1], outputs[2], outputs[3]

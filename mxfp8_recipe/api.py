@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -75,10 +76,15 @@ def apply_recipe(
     Returns:
         A report whose text shows every candidate layer and why those left alone were left alone.
 
+    Warns:
+        UserWarning: the model is on a GPU that does not multiply MXFP8 itself; why, and what to install.
+
     Raises:
         ValueError: unknown recipe, a rule that matches nothing, a second application, and the like.
     """
     plan = plan_recipe(model, recipe, overrides=overrides, example_inputs=example_inputs)
+    if plan.gpu_emulates and plan.converted:
+        warnings.warn(f"apply_recipe: this GPU runs backend {plan.backend}: {plan.why}", stacklevel=2)
     carry_out(model, plan, strict)
     if not plan.recorded and plan.recipe.converts_something:
         await_first_forward(model, strict)

@@ -2,7 +2,9 @@
 
 `reference` emulates: it pays for BF16's arithmetic plus the quantization; its rates are fitted to
 `benchmarks/bench_cpu.py`. `hopper` multiplies FP8 at a rate that depends on how many elements along the
-contraction share a scale; its rates are read off `benchmarks/results/h200.jsonl`.
+contraction share a scale; its rates are read off `benchmarks/results/h200.jsonl`. `blackwell` is a prediction that
+nobody measured: public figures of a B200 times the share of such figures that an H200 reaches (docs/blackwell.md).
+`triton` is what its GEMM reaches where it multiplies in BF16; where the hardware multiplies MXFP8 it is faster.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ class Rates:
 RATES = {
     "reference": Rates(bf16_flops=160e9, mx_flops={32: 160e9, 128: 160e9}, quantized=0.3e9),
     "hopper": Rates(bf16_flops=700e12, mx_flops={32: 410e12, 128: 1050e12}, quantized=1.4e12, launch=4e-6),
+    "blackwell": Rates(bf16_flops=1.5e15, mx_flops={32: 2.7e15, 128: 2.7e15}, quantized=2.3e12, launch=4e-6),
+    "triton": Rates(bf16_flops=700e12, mx_flops={32: 180e12, 128: 180e12}, quantized=1.4e12, launch=4e-6),
 }
 
 

@@ -101,6 +101,8 @@ class Plan:
 
     Attributes:
         layers: every candidate, converted or not. edges: what may travel quantized between them.
+        backend: the one that runs its ops. why: what made it that one, and what to install for a better one.
+        emulates: that backend multiplies the operands' values in a wider type.
         recorded: where the edges come from: `example_inputs`, `first forward`, or `""` for no recording yet.
         overrides: the user's, which also decide for attention calls a later recording finds.
         awaited: patterns among them that matched nothing yet and may name such a call.
@@ -111,6 +113,8 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     device: str
     backend: str
+    why: str = ""
+    emulates: bool = False
     edges: tuple[EdgePlan, ...] = ()
     recorded: str = ""
     notes: tuple[str, ...] = ()
@@ -143,6 +147,11 @@ class Plan:
                 layers[edge.producer] = f"{layers.get(edge.producer, '')}; {edge.kind} into {edge.consumers[0]}"
         digest = hashlib.sha256(json.dumps(layers, sort_keys=True).encode()).hexdigest()
         return {"recipe": self.recipe.name, "digest": digest, "layers": layers, "demoted": dict(self.demoted)}
+
+    @property
+    def gpu_emulates(self) -> bool:
+        """A GPU is there and does not multiply MXFP8 itself."""
+        return self.emulates and self.device == "cuda"
 
     def linear_share(self) -> float:
         """Share of the linear layers' FLOPs (at the recorded tokens) whose forward GEMM is MXFP8."""
@@ -177,6 +186,8 @@ class Plan:
             "recipe": self.recipe.name,
             "device": self.device,
             "backend": self.backend,
+            "why": self.why,
+            "emulates": self.emulates,
             "layers": [layer.to_dict() for layer in self.layers],
             "edges": edges,
             "recorded": self.recorded,
@@ -231,8 +242,12 @@ class Plan:
             awaited = ", ".join(map(repr, self.awaited))
             lines.append(f"{awaited}: matches no layer yet; attention calls show in the first training forward.")
         ratio = self.cost.ratio
-        if self.backend == "reference":
+        if self.gpu_emulates:
+            lines.append(f"NOT NATIVE: {self.why}. For numerics, not for speed.")
+        elif self.backend == "reference":
             lines.append(f"The reference backend emulates MXFP8 on {self.device}: for numerics, not for speed.")
+        elif self.why:
+            lines.append(f"Backend {self.backend}: {self.why}.")
         if ratio < 0.995:
             lines.append(
                 f"Predicted: linears run at {ratio:.2f}x of BF16's speed on this device, slower; "

@@ -61,8 +61,15 @@ def plan_recipe(
     layers = [planner.plan(names[module], module, candidate) for module, candidate in found]
     layers = _keep_last(layers, chosen, user)
     containers = [name for module in names if module._modules for name in names[module]]
+    choice = backends.choose(device)
     plan = Plan(
-        recipe=chosen, layers=tuple(layers), device=device.type, backend=planner.backend, overrides=user.overrides
+        recipe=chosen,
+        layers=tuple(layers),
+        device=device.type,
+        backend=planner.backend,
+        why=str(choice),
+        emulates=choice.emulates,
+        overrides=user.overrides,
     )
     if example_inputs is not None and device.type == "meta":
         plan = replace(plan, notes=("example_inputs cannot run on the meta device: no edge is fused.",))

@@ -219,6 +219,7 @@ def quantize_checks(device: str) -> Iterator[Callable[[], None]]:
         spec = QuantSpec(elem=elem, hadamard=size, rounding="stochastic")
         yield check(130, 160, BF16, spec, spec, seed=seed, stream=3)
     yield check(150, 160, BF16, QuantSpec(hadamard=64), QuantSpec(tile=(1, 128)), swizzled=True)
+    yield check(150, 160, BF16, None, QuantSpec(hadamard=64), swizzled=True, pad_tokens=32)
     for rows, cols in ((0, 64), (1, 32), (4, 32), (128, 128), (132, 288)):
         yield check(rows, cols, BF16, NATURAL, NATURAL)
         yield check(rows, cols, BF16, SQUARE, SQUARE, swizzled=True, pad_tokens=32)
