@@ -257,6 +257,16 @@ class Recipe(Frozen):
         filled = AttentionPrecision.model_validate(gemms | {"projections": self.linear})
         return BF16 if filled.is_bf16 else filled
 
+    def to_transformer_engine(self) -> Any:
+        """The `transformer_engine.common.recipe.MXFP8BlockScaling` that rounds as this recipe's linear layers do.
+
+        Raises:
+            ValueError: for what TransformerEngine cannot say. ImportError: without TransformerEngine.
+        """
+        from .te_interop import te_recipe
+
+        return te_recipe(self)
+
 
 Config = TypeVar("Config", bound=Frozen)
 

@@ -17,6 +17,7 @@ from .config import BF16, LinearPrecision, Override, Recipe
 from .costs import DEFAULT_TOKENS, FAST_RECIPES, Cost, linear_cost
 from .edges import EdgePlan
 from .recipe_files import load_recipe
+from .te_interop import GEMMS, inspect_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +179,32 @@ class Plan:
         ]
         total = sum(costs, start=Cost(0.0, 0.0))
         return candidate if costs and total.ratio > 1.0 else BF16
+
+    def to_nvdlfw_inspect(self) -> str:
+        """The linear layers and GEMMs that stay in high precision, as YAML for Nvidia-DL-Framework-Inspect.
+
+        With it, and `recipe.to_transformer_engine()`, a model whose layers of these names are TransformerEngine's
+        trains in this plan's precision.
+
+        Raises:
+            ValueError: for a layer whose MXFP8 GEMMs are not the recipe's own, since there is one recipe for all.
+        """
+        linear = self.recipe.linear
+        layers: dict[str, tuple[str, ...]] = {}
+        other = []
+        for layer in self.layers:
+            if layer.kind != "linear":
+                continue
+            precision = {g: BF16 if layer.precision == BF16 else getattr(layer.precision, g) for g in GEMMS}
+            layers[layer.fqn] = tuple(g for g in GEMMS if precision[g] == BF16)
+            if any(p not in (BF16, linear if linear == BF16 else getattr(linear, g)) for g, p in precision.items()):
+                other.append(layer.fqn)
+        if other:
+            raise ValueError(
+                f"to_nvdlfw_inspect: {', '.join(other)}: got an MXFP8 precision of their own, expected recipe "
+                f"{self.recipe.name}'s or bf16; TransformerEngine has one recipe for all layers"
+            )
+        return inspect_yaml(layers)
 
     def to_dict(self) -> dict[str, Any]:
         edges = [{"kind": e.kind, "producer": e.producer, "consumers": list(e.consumers), "fused": e.fused,

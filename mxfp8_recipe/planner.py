@@ -25,6 +25,7 @@ from .recipe_files import load_overrides, load_recipe
 from .recognize import Candidate, recognize
 from .record import Node, Recorder, Recording
 from .rules import Match, Rules, apply_override, base_precision, check_all_matched, is_bf16
+from .te_interop import inside_te
 
 SDPA = "scaled_dot_product_attention"
 
@@ -230,7 +231,8 @@ def _refuse_second(names: dict[nn.Module, list[str]]) -> None:
 def _candidates(names: dict[nn.Module, list[str]]) -> list[tuple[nn.Module, Candidate]]:
     parents = {child: module for module in names for child in module._modules.values() if child is not None}
     cache: dict[object, Any] = {}
-    found = ((module, recognize(module, parents.get(module), cache)) for module in names)
+    owned = inside_te(names)
+    found = ((module, recognize(module, parents.get(module), cache)) for module in names if module not in owned)
     return [(module, candidate) for module, candidate in found if candidate is not None]
 
 

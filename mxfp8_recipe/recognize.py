@@ -27,6 +27,8 @@ from .modules import (
     multihead_problem,
 )
 from .probe import probe_activation, probe_norm, probe_transposed_linear
+from .te_interop import KINDS as TE_KINDS
+from .te_interop import te_class
 
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.SiLU: "silu"}
@@ -59,6 +61,9 @@ def recognize(module: nn.Module, parent: nn.Module | None, cache: dict[object, A
 
     `cache` keeps the probes' answers for the modules of one plan.
     """
+    of_te = te_class(module)
+    if of_te is not None:
+        return _recognize_te(module, of_te)
     if isinstance(module, nn.MultiheadAttention):
         return _recognize_multihead(module)
     if isinstance(module, nn.Linear):
@@ -72,6 +77,16 @@ def recognize(module: nn.Module, parent: nn.Module | None, cache: dict[object, A
     if module._modules or module._buffers or type(module).__module__.startswith("torch."):
         return None
     return _recognize_by_behavior(module, cache)
+
+
+def _recognize_te(module: nn.Module, of_te: type) -> Candidate:
+    """A module of TransformerEngine is planned around: it quantizes by a recipe of its own."""
+    sizes = [int(getattr(module, name, 0) or 0) for name in ("in_features", "out_features")]
+    reason = (
+        f"{of_te.__module__.split('.')[0]}'s {of_te.__name__} quantizes by its own recipe; "
+        "Recipe.to_transformer_engine() gives it the matching one"
+    )
+    return Candidate(TE_KINDS.get(of_te.__name__, "linear"), sizes[0], sizes[1], reason=reason)
 
 
 def _recognize_by_behavior(module: nn.Module, cache: dict[object, Any]) -> Candidate | None:

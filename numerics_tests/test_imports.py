@@ -23,7 +23,7 @@ LAYERS = (
     ("autograd",),
     ("backends",),
     ("recipe_files",),
-    ("config", "costs", "efficiency"),
+    ("config", "costs", "efficiency", "te_interop"),
     ("recipes",),
     ("fused",),
 )
