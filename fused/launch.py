@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -114,6 +115,51 @@ def activation_tile_config(transposed: bool) -> TileConfig:
 def activation_backward_config(gated: bool) -> TileConfig:
     """8 warps at 128 registers, an output a program (SwiGLU 65 %; all outputs in one program: 57 %; 16 warps: 42 %)."""
     return TileConfig(warps=8)
+
+
+def activation_staged_config(gated: bool) -> TileConfig:
+    """To be measured."""
+    return TileConfig(warps=8, options={"maxnreg": 128})
+
+
+def activation_backward_staged_config(gated: bool) -> TileConfig:
+    """To be measured."""
+    return TileConfig(warps=8, options={"maxnreg": 128})
+
+
+def quantize_staged_config(shared_rows: bool) -> TileConfig:
+    """To be measured."""
+    return TileConfig(warps=4)
+
+
+def norm_staged_config(shared_rows: bool) -> TileConfig:
+    """To be measured."""
+    return TileConfig(warps=4)
+
+
+def stageable(x: Tensor, flags: dict[str, Any]) -> bool:
+    """Whether tiles of this may be staged in shared memory: a transpose of bf16 on Hopper or later. A matrix on the
+    CPU, where nothing is launched, counts as on Hopper.
+    """
+    small = max(x.stride(0), x.shape[0]) < 2**24  # 128 rows are addressed in 32 bits
+    return flags["C_BR"] > 0 and x.dtype == torch.bfloat16 and small and _stages(x.device)
+
+
+def staged(x: Tensor, flags: dict[str, Any]) -> bool:
+    """`stageable`, and transposed rows are whole pieces of 16 bytes."""
+    return flags["T_ALIGN"] == 16 and stageable(x, flags)
+
+
+def staged_flags(flags: dict[str, Any]) -> dict[str, Any]:
+    """`Emission.flags` without what `staged` fixes."""
+    return {name: value for name, value in flags.items() if name != "T_ALIGN"}
+
+
+@lru_cache(maxsize=64)
+def _stages(device: torch.device) -> bool:
+    if triton.knobs.runtime.interpret or device.type == "cuda":
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
 
 
 LEAST_PROGRAMS = 264

@@ -296,11 +296,30 @@ def _launch_forward(
             num_warps=row.warps, enable_fp_fusion=False,
         )  # fmt: skip
         return
+    as_is = bare and not flags["EMIT_HIGH"] and dtypes["HIGH"] == dtypes["DTYPE"]
+    if as_is and launch.stageable(x, plan.flags):
+        _staged_forward(x, weight, eps, rstd, plan)
+        return
     tile = launch.norm_tile_config(plan.shared_rows, bare)
     roles = launch.plan_roles(x, tile, 16384, launch.summing_programs(cols))
     norm_tile_kernel[(roles.programs,)](
         words(x), words(residual), *read, y, words(h), *plan.pointers, mean, rstd, roles.counter,
         rows, cols // 8, x.stride(0) // 8, residual.stride(0) // 8, plan.stride_t, roles.lead, eps, **flags, **dtypes,
         **plan.flags, REPS=tile.reps(x.element_size()), **roles.flags,
+        num_warps=tile.warps, enable_fp_fusion=False, **tile.options,
+    )  # fmt: skip
+
+
+def _staged_forward(x: Tensor, weight: Tensor | None, eps: float, rstd: Tensor, plan: Emission) -> None:
+    """RMSNorm of bf16 without residual, bias and stored y."""
+    from ._norm_staged import norm_staged_kernel  # Gluon, which the interpreter does not have
+
+    rows, cols = x.shape
+    tile = launch.norm_staged_config(plan.shared_rows)
+    roles = launch.plan_roles(x, tile, 16384, launch.summing_programs(cols))
+    norm_staged_kernel[(roles.programs,)](
+        words(x), x if weight is None else weight.contiguous(), plan.outputs[0].view(torch.int32), *plan.pointers[1:],
+        rstd, roles.counter, rows, cols // 8, x.stride(0) // 8, plan.stride_t, roles.lead, eps,
+        WEIGHT=weight is not None, **plan.flags, **roles.flags,
         num_warps=tile.warps, enable_fp_fusion=False, **tile.options,
     )  # fmt: skip

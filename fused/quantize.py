@@ -10,6 +10,8 @@ Bits equal `reference.quantize_spec`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -263,12 +265,28 @@ def _quantize_nearest(x: Tensor, plan: Emission, rowwise: bool, colwise: bool, p
             ALIGNED=flags["R_ALIGNED"], R=row.rows, C=row.cols, num_warps=row.warps,
         )  # fmt: skip
         return
+    if launch.stageable(x, flags):
+        _quantize_staged(x, plan, flags, partial)
+        return
     tile = launch.quantize_tile_config(flags["R_BR"] != 1)
     grid = (-(-rows // launch.TOKENS) * -(-cols // 128),)
     quantize_tile_kernel[grid](
         words(x), *plan.pointers, x if partial is None else partial, rows, cols // 8, x.stride(0) // 8, plan.stride_t,
         SUM=partial is not None, DTYPE=DTYPES[x.dtype], **flags, REPS=tile.reps(x.element_size()),
         num_warps=tile.warps, **tile.options,
+    )  # fmt: skip
+
+
+def _quantize_staged(x: Tensor, plan: Emission, flags: dict[str, Any], partial: Tensor | None) -> None:
+    from ._quantize_staged import quantize_staged_kernel  # Gluon, which the interpreter does not have
+
+    rows, cols = x.shape
+    tile = launch.quantize_staged_config(flags["R_BR"] != 1)
+    grid = (-(-rows // launch.TOKENS) * -(-cols // 128),)
+    quantize_staged_kernel[grid](
+        words(x), plan.outputs[0].view(torch.int32), *plan.pointers[1:], x if partial is None else partial,
+        rows, cols // 8, x.stride(0) // 8, plan.stride_t, SUM=partial is not None,
+        **flags, num_warps=tile.warps, **tile.options,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ registers to local memory or needs more registers or shared memory than a multip
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import subprocess
 import sys
@@ -23,13 +24,12 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fused import activation_quantize, norm_backward, norm_quantize, quantize  # noqa: E402
-from fused.spec import QuantSpec  # noqa: E402
-
-MODULES = (quantize, norm_quantize, norm_backward, activation_quantize)
+from fused import activation_quantize, norm_backward, norm_quantize, quantize
+from fused.spec import QuantSpec
 
 TOLERATED_STACK = {"norm_backward_kernel": 40}
 """Bytes a thread. At 128 registers two programs fit a multiprocessor and up to ten words of a thread spill to the L1
@@ -51,6 +51,7 @@ class Launch:
     """One kernel with the types and compile-time values it was launched with."""
 
     kernel: str
+    module: str
     name: str
     signature: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, Any], ...]
@@ -86,7 +87,8 @@ def record(module: Any, name: str, call: Any) -> list[Launch]:
         constants = tuple((p.name, values[p.name]) for p in kernel.params if p.is_constexpr)
         runtime = tuple((p.name, type_of(values[p.name])) for p in kernel.params if not p.is_constexpr)
         options.pop("warmup", None)
-        launches.append(Launch(kernel.fn.__name__, name, runtime, constants, tuple(options.items())))
+        source = kernel.fn.__name__, kernel.fn.__module__
+        launches.append(Launch(*source, name, runtime, constants, tuple(options.items())))
 
     with mock.patch.object(triton.runtime.jit.JITFunction, "run", run):
         call()
@@ -107,8 +109,8 @@ def production_launches() -> list[Launch]:
         for launch in record(module, name, call):
             found.setdefault((launch.kernel, launch.constants, launch.options), launch)
 
-    def matrix(cols: int) -> torch.Tensor:
-        return torch.zeros(256, cols, dtype=BF16)
+    def matrix(cols: int, rows: int = 256) -> torch.Tensor:
+        return torch.zeros(rows, cols, dtype=BF16)
 
     for tile, spec in SPECS.items():
         for cols in (512, 1024):
@@ -118,6 +120,16 @@ def production_launches() -> list[Launch]:
                         quantize, f"quantize {tile} {orient} {cols} swizzled={swizzled}",
                         lambda: quantize.quantize_both(matrix(cols), spec, other, swizzled=swizzled),  # noqa: B023
                     )  # fmt: skip
+        add(
+            quantize, f"quantize {tile} both ragged and sums",
+            lambda: [quantize.quantize_and_sum(matrix(512, rows), spec, spec) for rows in (256, 250)],  # noqa: B023
+        )  # fmt: skip
+        add(
+            norm_quantize, f"norm rms {tile} both ragged",
+            lambda: norm_quantize.norm_quantize(
+                matrix(512, 250), None, None, None, 1e-5, "rms", BF16, spec, spec, False  # noqa: B023
+            ),
+        )  # fmt: skip
         for kind, cols in (("rms", 512), ("rms", 1024), ("rms", 2048), ("rms", 4096), ("layer", 1024)):
             weight, stats, residual = torch.zeros(cols), torch.zeros(256), matrix(cols) if kind == "layer" else None
             bias = weight if kind == "layer" else None
@@ -151,10 +163,10 @@ def production_launches() -> list[Launch]:
 
 
 def compile_launch(launch: Launch, capability: int) -> Usage:
-    kernel = next(vars(module)[launch.kernel] for module in MODULES if launch.kernel in vars(module))
+    kernel = getattr(importlib.import_module(launch.module), launch.kernel)
     names = kernel.arg_names
     signature = dict.fromkeys(names, "constexpr") | dict(launch.signature)
-    source = ASTSource(
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         fn=kernel,
         signature=signature,
         constexprs={(names.index(name),): value for name, value in launch.constants},
