@@ -15,6 +15,7 @@ Triton's interpreter, and `scaled_mm` is called as its documentation demands.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..launch import DTYPES, Emission, multiprocessors, plan_emission
+from ..launch import DTYPES, Emission, plan_emission
 from ..reference_ops import empty
 from ..scale_layout import swizzle_scale, swizzled_numel
 from ._blackwell_kernel import gemm_kernel
@@ -136,7 +137,7 @@ def gemm_epilogue(
     plan = plan_emission(a, m, n, epilogue.rowwise, None, swizzled=swizzled, pad_tokens=1)
     config = choose((residual is not None) + epilogue.emit_high + epilogue.emit_sum, out_dtype.itemsize)
     tiles = triton.cdiv(m, config.rows) * triton.cdiv(n, config.cols)
-    programs = min(tiles, multiprocessors(a.device))
+    programs = min(tiles, _multiprocessors(a.device))
     scales = _scale_blocks(a_scale, m, k, config.rows, config), _scale_blocks(b_scale, n, k, config.cols, config)
     unused = scales[0]  # what no branch of the kernel reads
     gemm_kernel[(programs,)](
@@ -180,6 +181,12 @@ def constants_of(
 
 
 _WORDS = {torch.uint8: torch.int16, torch.bfloat16: torch.int32, torch.float16: torch.int32}
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    """Of a GPU; a B200's for any other device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 148
 
 
 def _blocks(x: Tensor, config: Config) -> TensorDescriptor:
