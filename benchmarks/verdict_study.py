@@ -3,21 +3,22 @@
     python benchmarks/verdict_study.py --jobs 2      # some minutes; writes benchmarks/results/verdict_study.json
     python benchmarks/evidence_page.py               # puts its table into docs/numerics.md
 
-A replicate draws rows and, for each seed, a reference run, a candidate and two placebos. All runs of a seed drift from the
-truth in their own way: noise on each logit, and a shift of each of eight groups of rows that stays for the run. The
-candidate is harmed on top, so that its expected NE rises by twice the budget:
+A replicate draws rows and, for each seed, a reference run, a candidate and two placebos. All runs drift from the truth
+in their own way: noise on each logit, and a shift of each of eight groups of rows that stays for the run. The candidate
+is harmed on top, so that its expected NE rises by twice the budget:
 
     logit noise               more independent noise on each logit
     logit bias                a constant added to each logit
     label-correlated bias     each logit moved away from the row's label, by a multiple of y - p
 
-Everything runs through `RowSums`, `gaps_of` and `decide`, as prediction logs do in `mxfp8 compare`. The same harms without
-drift go through the gates and `decide_same_weights`, at twice their limits.
+Everything runs through `RowSums`, `gaps_of` and `decide`, as prediction logs do in `mxfp8 compare`. The same harms
+without drift go through the gates and `decide_same_weights`, at twice their limits.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import multiprocessing
@@ -55,11 +56,19 @@ class Case:
     shift: float = 0.004
 
     @property
+    def trains(self) -> bool:
+        return self.kind.endswith("twins")
+
+    @property
     def name(self) -> str:
         return f"{self.kind}: {'placebo against placebo' if self.harm == 'none' else self.harm}"
 
 
-CASES = [Case("twins", harm) for harm in HARMS] + [Case("same weights", harm, seeds=1) for harm in HARMS]
+CASES = [
+    *(Case("twins", harm) for harm in HARMS),
+    *(Case("noisy twins", harm, rows=10_000, seeds=3, noise=0.1, shift=0.03) for harm in HARMS),
+    *(Case("same weights", harm, rows=40_000, seeds=1, noise=0.01, shift=0.0) for harm in HARMS),
+]
 
 
 def truth(rows: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -81,10 +90,11 @@ def harmed(logit: np.ndarray, label: np.ndarray, harm: str, size: float, rng: np
     return logit - size * (label - _sigmoid(logit)) if harm == "label-correlated bias" else logit
 
 
+@functools.lru_cache
 def size_of(harm: str, budget: float) -> float:
-    """The size that raises NE by `budget` in expectation: bisection on a million rows."""
+    """The size that raises NE by `budget` in expectation: bisection on 200,000 rows."""
     rng = np.random.default_rng(0)
-    logit, _ = truth(1_000_000, rng)
+    logit, _ = truth(200_000, rng)
     p = _sigmoid(logit)
 
     def rise(size: float) -> float:
@@ -96,7 +106,7 @@ def size_of(harm: str, budget: float) -> float:
         return entropy[1] / entropy[0] - 1
 
     low, high = 0.0, 1.0
-    for _ in range(40):
+    for _ in range(24):
         middle = (low + high) / 2
         low, high = (middle, high) if rise(middle) < budget else (low, middle)
     return (low + high) / 2
@@ -111,7 +121,7 @@ def replicate(case: Case, size: float, seed: int) -> Outcome:
     """One verdict."""
     rng = np.random.default_rng([seed, CASES.index(case) if case in CASES else 99])
     logit, label = truth(case.rows, rng)
-    return (_twins if case.kind == "twins" else _served)(case, logit, label, size, rng)
+    return (_twins if case.trains else _served)(case, logit, label, size, rng)
 
 
 def _twins(case: Case, logit: np.ndarray, label: np.ndarray, size: float, rng: np.random.Generator) -> Outcome:
@@ -130,14 +140,14 @@ def _twins(case: Case, logit: np.ndarray, label: np.ndarray, size: float, rng: n
 
 def _served(case: Case, logit: np.ndarray, label: np.ndarray, size: float, rng: np.random.Generator) -> Outcome:
     """Rounding noise well inside the gates, and the harm on top."""
-    rounded = harmed(logit + 0.01 * rng.normal(size=case.rows), label, case.harm, size, rng)
+    rounded = harmed(logit + case.noise * rng.normal(size=case.rows), label, case.harm, size, rng)
     errors = _LogitErrors("label")
     reference, candidate = torch.from_numpy(logit), torch.from_numpy(rounded)
     weights = torch.ones(case.rows, dtype=torch.float64)
     errors.add(torch.stack([reference, candidate, reference]), torch.from_numpy(label), weights, None)
-    sums = [RowSums.of(_sigmoid(x), label, None) for x in (logit, rounded)]
+    one, other = (RowSums.of(_sigmoid(x), label, None) for x in (logit, rounded))
     return decide_same_weights(
-        [("0", errors.record())], [change_of(*sums, "label")], rows=case.rows, budget=BUDGET
+        [("0", errors.record())], [change_of(one, other, "label")], rows=case.rows, budget=BUDGET
     ).outcome
 
 
@@ -171,13 +181,9 @@ def binomial_interval(count: int, total: int, confidence: float = 0.95) -> tuple
 def measure(case: Case, replicates: int) -> dict[str, Any]:
     """Outcomes of a case; wrong is FAIL without harm and PASS with it."""
     torch.set_num_threads(1)
-    size = (
-        0.0
-        if case.harm == "none"
-        else size_of(case.harm, 2 * BUDGET)
-        if case.kind == "twins"
-        else served_size(case.harm)
-    )
+    size = 0.0
+    if case.harm != "none":
+        size = size_of(case.harm, 2 * BUDGET) if case.trains else served_size(case.harm)
     counts = Counter(replicate(case, size, seed).value for seed in range(replicates))
     wrong = counts["fail" if case.harm == "none" else "pass"]
     low, high = binomial_interval(wrong, replicates)
@@ -197,9 +203,16 @@ def _describe(case: Case, size: float) -> str:
         return "none"
     unit = {"logit noise": "RMS", "logit bias": "logits", "label-correlated bias": "of y - p"}[case.harm]
     twice = "twice the NE budget"
-    if case.kind == "same weights" and case.harm != "label-correlated bias":
+    if not case.trains and case.harm != "label-correlated bias":
         twice = "twice the gate's limit"
     return f"{size:.3g} {unit}, {twice}"
+
+
+def _conditions(case: Case) -> str:
+    drift = f"{case.noise} RMS on each logit and {case.shift} on each of {GROUPS} groups of rows"
+    if not case.trains:
+        return f"{case.kind.capitalize()}: {case.rows:,} rows, one seed, rounding noise of {case.noise} RMS."
+    return f"{case.kind.capitalize()}: {case.rows:,} rows, {case.seeds} seeds, two placebos a seed, drift of {drift}."
 
 
 def main() -> None:
@@ -215,11 +228,9 @@ def main() -> None:
         for future in futures:
             cases.append(future.result())
             print({k: cases[-1][k] for k in ("name", "harm", "pass", "fail", "inconclusive", "wrong")}, flush=True)
-    one = CASES[0]
     conditions = (
-        f"{one.rows:,} rows at a positive rate of about 11 %, budget {BUDGET:.1%}. Twins: {one.seeds} seeds, two placebos "
-        f"a seed, drift of {one.noise} RMS on each logit and {one.shift} on each of {GROUPS} groups of rows. Same weights: "
-        "one seed, rounding noise of 0.01 RMS. Wrong is FAIL without a harm and PASS with one."
+        f"Positive rate of about 11 %, budget {BUDGET:.1%}; wrong is FAIL without a harm and PASS with one. "
+        + " ".join(_conditions(case) for case in CASES if case.harm == "none")
     )
     options.out.write_text(json.dumps({"conditions": conditions, "cases": cases}, indent=1) + "\n")
 

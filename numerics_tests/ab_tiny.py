@@ -79,3 +79,27 @@ def model(spec: FeatureSpec) -> nn.Module:
 
 def exploding(spec: FeatureSpec) -> nn.Module:
     return Exploding(spec)
+
+
+class Raising(TinyModel):
+    def forward(self, batch: Batch) -> Tensor:
+        if self.training:
+            return self.head(self.top(batch.dense))  # 32 columns, where the layer takes 64
+        return super().forward(batch)
+
+
+def raising_in_forward(spec: FeatureSpec) -> nn.Module:
+    return Raising(spec)
+
+
+def raising(request: object) -> nn.Module:
+    raise KeyError("no such table")
+
+
+class RaisingData(TinyData):
+    def heldout_batches(self, batch_size: int) -> Iterator[Batch]:
+        raise OverflowError("a partition is missing")
+
+
+def raising_later(request: DataRequest) -> TinyData:
+    return RaisingData(request.rows or 1500)

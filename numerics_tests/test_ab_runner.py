@@ -348,6 +348,14 @@ def command(*arguments: str):
         (["--data", "criteo:missing.txt"], r"no file"),
         (["--data", "nonsense"], r"got 'nonsense', expected one of"),
         (["--model", "nonsense"], r"got 'nonsense', expected one of"),
+        (["--data", "ab_tiny:raising"], r"raised KeyError: 'no such table' \(at .*ab_tiny.py:\d+, in raising\)"),
+        (["--model", "ab_tiny:raising"], r"raised KeyError: 'no such table' \(at .*ab_tiny.py:\d+, in raising\)"),
+        (
+            ["--model", "ab_tiny:raising_in_forward"],
+            r"raised RuntimeError: .*shapes.* \(at .*ab_tiny.py:\d+, in forward\)",
+        ),
+        (["--data", "ab_tiny:raising_later"], r"raised OverflowError: .*ab_tiny.py:\d+, in heldout_batches"),
+        (["--data", "ab_tiny:raising_later", "--jobs", "2"], r"raised OverflowError: .*in heldout_batches"),
         (["--model", "ab_tiny:exploding"], r"arm bf16, seed 0: the loss is"),
         (["--ne-budget", "3"], r"options: ne_budget"),
         (["--seeds", "0", "--batch-size", "0"], r"seeds: .*batch_size: "),
@@ -365,6 +373,13 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, monkeypatch, arguments,
     assert len(result.stderr.strip().splitlines()) == 1
     assert "Traceback" not in result.output
     assert re.search(message, result.stderr), result.stderr
+
+
+def test_a_crash_of_ours_stays_one_though_the_model_is_the_users(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure_module, "mean_gate_is_broken", None)
+    result = command("--out", str(tmp_path / "out"), "--rows", "400")
+    assert isinstance(result.exception, TypeError)
+    assert result.exit_code == 1  # the console script makes it 70
 
 
 @pytest.mark.parametrize(("outcome", "code"), [(Outcome.PASS, 0), (Outcome.FAIL, 1), (Outcome.INCONCLUSIVE, 3)])

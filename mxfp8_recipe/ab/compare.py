@@ -211,7 +211,7 @@ def _report(rows: Aligned, options: Options, decision: Decision, runs: Sequence[
             "power": vars(decision.power),
             "curves": {"A": [vars(b) for b in reference.curve], "B": [vars(b) for b in candidate.curve]},
             "mismatches": rows.notes,
-            "environment": describe("cpu", torch.get_num_threads()),
+            "environment": {k: v for k, v in describe("cpu", torch.get_num_threads()).items() if k != "BF16 products"},
             "command": command_line(),
         }
     )

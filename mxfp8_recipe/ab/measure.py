@@ -21,6 +21,7 @@ from mxfp8_recipe.ab.results import ArmResult, Blocks, SegmentBlocks, ShiftSourc
 from mxfp8_recipe.ab.shift_sources import mean_gate_is_broken, shift_sources
 from mxfp8_recipe.ab.training import BaseRateOffset, Diverged, OnStep, Predictions, Trainer, loss_of
 from mxfp8_recipe.ab.types import Dataset
+from mxfp8_recipe.ab.user_code import user_code
 from mxfp8_recipe.monitors.records import SameWeights
 from mxfp8_recipe.monitors.shadow import compare_same_weights
 
@@ -71,7 +72,11 @@ class Measurer:
         return other
 
     def measure(self, seed: int, arm: Arm, on_step: OnStep) -> Measured:
-        """`train`, and for the BF16 arm `compare`."""
+        """`train`, and for the BF16 arm `compare`; what a user's own code raises there is a `DataError`."""
+        with user_code(self.config.data, self.config.model):
+            return self._measure(seed, arm, on_step)
+
+    def _measure(self, seed: int, arm: Arm, on_step: OnStep) -> Measured:
         model, result = self.train(seed, arm, on_step)
         if arm.name != REFERENCE or model is None:
             return Measured(result)

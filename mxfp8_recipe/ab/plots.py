@@ -9,7 +9,7 @@ try:
     from matplotlib.axes import Axes
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 except ImportError as error:  # pragma: no cover - needs an environment without the extra
     raise ModuleNotFoundError(
         'the report needs matplotlib: pip install "mxfp8-recipe[ab]"', name="matplotlib"
@@ -67,6 +67,10 @@ def two_curves(curves: dict[str, list[dict[str, Any]]], title: str) -> str:
         axes.plot(ends, ends, color="#999999", linewidth=1, zorder=0)
         axes.set_xscale("log")
         axes.set_yscale("log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axis.set_major_formatter(FuncFormatter(lambda rate, _: f"{100 * rate:g} %"))
+            axis.set_minor_formatter(NullFormatter())
     return _svg(axes, title)
 
 

@@ -17,6 +17,7 @@ from mxfp8_recipe.ab.config import ABConfig
 from mxfp8_recipe.ab.measure import Measurer
 from mxfp8_recipe.ab.results import Results
 from mxfp8_recipe.ab.types import Dataset
+from mxfp8_recipe.ab.user_code import user_code
 from mxfp8_recipe.ab.workers import Unit, measure_here, measure_in_processes
 from mxfp8_recipe.config import BF16, KIND_PRECISION
 from mxfp8_recipe.monitors.verdict import Decision, Evidence, decide
@@ -49,7 +50,8 @@ class Runner:
     def __init__(self, config: ABConfig, directory: Path, console: Console | None = None) -> None:
         self.config = config
         self.console = console or Console(stderr=True)
-        self.measurer = Measurer(config)
+        with user_code(config.data, config.model):
+            self.measurer = Measurer(config)
         self.results = Results(directory)
 
     def run(self, *, resume: bool = False) -> ABRun:
@@ -79,9 +81,10 @@ class Runner:
 
     def _measure_all(self) -> None:
         units = self._missing()
+        with user_code(self.config.data, self.config.model):
+            total = self.measurer.train_rows.rows * self.config.epochs
         with self._progress() as progress:
             bars: dict[Unit, TaskID] = {}
-            total = self.measurer.train_rows.rows * self.config.epochs
 
             def on_step(unit: Unit, rows: int, loss: float) -> None:
                 if unit not in bars:
