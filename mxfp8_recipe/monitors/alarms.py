@@ -31,6 +31,8 @@ class AlarmLimits:
         underflow_growth, saturation_growth: above the baseline by this share of the elements.
         underflow_limit, saturation_limit: or above this, whatever the baseline. P is exempt from the former: softmax
             makes what does not matter small.
+        outlier_growth: the largest scale's exponent above the baseline by this much: one value outgrows the rest, which
+            in a wide layer moves neither SQNR nor underflow of the whole. Half more for gradients, which swing more.
         calibration_drift: |sum p_mxfp8 / sum p_shadow - 1| over the window; and half the growth of |log calibration|
             against the labels since its best, where that is off by more than `calibration_sigmas` standard errors.
         flattening: share of the predictions' information (1 - their mean entropy over that of their mean, or of
@@ -41,10 +43,11 @@ class AlarmLimits:
 
     sqnr_drop_db: float = 6.0
     sqnr_floor_db: float = 15.0
-    underflow_growth: float = 0.15
+    underflow_growth: float = 0.1
     underflow_limit: float = 0.5
     saturation_growth: float = 0.03
     saturation_limit: float = 0.1
+    outlier_growth: float = 10.0
     calibration_drift: float = 0.1
     calibration_sigmas: float = 5.0
     flattening: float = 0.5
@@ -129,6 +132,9 @@ class Alarms:
                 found += self._judge(step, (AlarmKind.SQNR, *where), self._sqnr(where, t.sqnr_db))
             for kind, value in ((AlarmKind.UNDERFLOW, t.underflow_frac), (AlarmKind.SATURATION, t.saturation_frac)):
                 found += self._judge(step, (kind, *where), self._share(kind, where, value))
+            if t.scale_max is not None and name != "probs":
+                outlier = (AlarmKind.OUTLIER, *where)
+                found += self._judge(step, outlier, self._outlier(outlier, t.scale_max, t.amax))
         for layer in layers:
             for gemm, sqnr_db in layer.gemm_sqnr_db.items():
                 if sqnr_db is not None and not math.isinf(sqnr_db):
@@ -181,6 +187,15 @@ class Alarms:
         limit = ceiling if baseline is None else min(baseline + growth, ceiling)
         verb = "underflow to zero" if kind is AlarmKind.UNDERFLOW else "saturate"
         return _Crossing(excess, value, limit, baseline, f"{value:.1%} of its elements {verb}")
+
+    def _outlier(self, subject: Subject, exponent: int, amax: float) -> _Crossing:
+        baseline = self._baseline(subject)
+        if baseline is None:
+            return _Crossing(0.0, float(exponent), math.nan, None, "")
+        grown = exponent - baseline
+        growth = self.limits.outlier_growth * (1.5 if subject[2].startswith("grad") else 1.0)
+        text = f"its amax is {amax:.3g}, 2^{grown:.0f} times what it was: scale exponent {exponent}"
+        return _Crossing(grown / growth, float(exponent), baseline + growth, baseline, text)
 
     def _calibration(self, task: str, s: dict[str, float]) -> _Crossing:
         drift = self.limits.calibration_drift
@@ -254,6 +269,7 @@ _REMEDIES = {
     AlarmKind.DEAD: "nothing is learned through it; look at what feeds it",
     AlarmKind.SQNR: "override the layer with 'bf16', or choose 1x32 tiles for it",
     AlarmKind.UNDERFLOW: "an outlier in its blocks sets their scale; override the layer with 'bf16', or use 1x32 tiles",
+    AlarmKind.OUTLIER: "look at what feeds it before it overflows; clip it, or override the layer with 'bf16'",
     AlarmKind.SATURATION: "use scale_rounding 'rceil', or override the layer with 'bf16'",
     AlarmKind.CALIBRATION: "compare the layers' SQNR and leave the worst, or the heads, in BF16",
     AlarmKind.FLATTENING: "compare the layers' SQNR and leave the worst, or attention, in BF16",
