@@ -106,3 +106,18 @@ def test_quiet_runs_do_not_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run([])
+
+
+def test_the_example_finds_its_outlier(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from examples import monitor as example
+
+    monkeypatch.setattr(sys, "argv", ["monitor", "--out", str(tmp_path / "r.jsonl")])
+    with pytest.warns(UserWarning, match=r"second: input: its amax"):
+        example.main()
+    assert "'second': 'bf16'" in capsys.readouterr().out
+    lines = (tmp_path / "r.jsonl").read_text().splitlines()
+    first = next(a for line in lines for a in MonitorReport.model_validate_json(line).alarms)
+    assert (first.layer, first.tensor) == ("second", "input")
+    assert first.step > example.PLANTED

@@ -53,7 +53,9 @@ def test_lightning_events_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     holder.net = Ranker()
     apply_recipe(holder.net, example_inputs=rows(0)[0])
     callback = callback_class(module=lambda m: m.net, every=2, sinks=[JSONLSink(tmp_path / "r.jsonl")])
+    hooks = len(holder.net._forward_hooks)
     callback.on_train_start(None, holder)
+    assert len(holder.net._forward_hooks) == hooks + 1
     for step in range(4):
         x, y = rows(step)
         logits = holder.net(x)
@@ -63,7 +65,7 @@ def test_lightning_events_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(TypeError, match="without logits"):
         callback.on_train_batch_end(None, holder, loss, (x, y), step)
     callback.on_exception(None, holder, RuntimeError())
-    assert not holder.net._forward_hooks
+    assert len(holder.net._forward_hooks) == hooks
     assert [r.step for r in reports(tmp_path / "r.jsonl")] == [0, 2]
     assert all(r.predictions[0].logit_rms > 0 and r.layers for r in reports(tmp_path / "r.jsonl"))
 

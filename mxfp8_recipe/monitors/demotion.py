@@ -7,7 +7,13 @@ from torch import nn
 from mxfp8_recipe.monitors.monitor_records import Alarm, AlarmKind
 from mxfp8_recipe.swap import PLAN, demote
 
-DEMOTING = (AlarmKind.NONFINITE, AlarmKind.SQNR, AlarmKind.UNDERFLOW, AlarmKind.SATURATION)
+DEMOTING = (
+    AlarmKind.NONFINITE,
+    AlarmKind.SQNR,
+    AlarmKind.UNDERFLOW,
+    AlarmKind.SATURATION,
+    AlarmKind.OUTLIER,
+)
 """Alarms that BF16 can answer. A dead layer is as dead there."""
 
 

@@ -425,7 +425,10 @@ class NumericsMonitor:
         """Take the layers that raised alarms back to BF16, the same on every rank."""
         modules = list(dict.fromkeys(site.module for site in rows))
         module_of = {site.layer: site.module for site in rows}
-        causes = {module_of[a.layer]: a for a in raised if a.kind in DEMOTING and a.layer in module_of}
+        causes: dict[str, Alarm] = {}
+        for alarm in raised:
+            if alarm.kind in DEMOTING and alarm.layer in module_of:
+                causes.setdefault(module_of[alarm.layer], alarm)
         for module, wanted in zip(modules, self._ranks.any([m in causes for m in modules], self._device)):
             if wanted:
                 self._demotions.demote(module, causes.get(module))

@@ -93,6 +93,7 @@ class AlarmKind(str, Enum):
     SQNR = "sqnr"
     UNDERFLOW = "underflow"
     SATURATION = "saturation"
+    OUTLIER = "outlier"
     CALIBRATION = "calibration"
     FLATTENING = "flattening"
 
