@@ -125,15 +125,39 @@ def plan(
 
 
 @app.command("doctor")
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    selftest: Annotated[
+        bool, typer.Option("--selftest", help="Check every kernel against the reference here; exit code 1 on failure.")
+    ] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes of the self-test; one a core without it.")] = None,
+    only: Annotated[str, typer.Option(help="Part of the names of the self-test's checks.")] = "",
+) -> None:
     """Show what this machine runs natively, what it emulates, and why."""
     from mxfp8_recipe import doctor as checks
 
+    if selftest:
+        raise typer.Exit(_selftest(as_json, jobs, only))
     findings = checks.diagnose()
     if as_json:
         typer.echo(json.dumps(checks.as_dicts(findings), indent=2))
     else:
         checks.print_findings(findings, Console())
+
+
+def _selftest(as_json: bool, jobs: int | None, only: str) -> int:
+    from mxfp8_recipe import selftest
+
+    place = selftest.here()
+    try:
+        outcomes = selftest.run(place, jobs, only)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if as_json:
+        typer.echo(json.dumps(selftest.as_dicts(outcomes), indent=2))
+    else:
+        selftest.print_outcomes(outcomes, place, Console())
+    return 0 if all(outcome.passed for outcome in outcomes) else 1
 
 
 @app.command("bench")

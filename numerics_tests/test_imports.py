@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
     ("cli",),
-    ("doctor", "ab", "bench"),
+    ("doctor", "selftest", "ab", "bench"),
     ("monitors", "distributed"),
     ("api",),
     ("first_forward", "planner", "swap", "plan", "attention_edges", "edges", "record", "rules", "recognize", "probe"),
