@@ -6,7 +6,6 @@ depends on labels and weights alone, so all runs over the same rows keep the sam
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +23,7 @@ from mxfp8_recipe.monitors.entropy import EntropySums
 from mxfp8_recipe.monitors.equivalence import TaskGaps
 
 SEGMENT_BLOCKS = 20
+CHUNK = 1 << 18
 MIN_SEGMENT_ROWS = 1000
 MIN_SEGMENT_CLASS = 100.0
 """Weight of positives, and of negatives, that a segment needs to be judged alone: NE of 100 positives has a standard
@@ -59,25 +59,34 @@ class RowSums:
     def of(
         cls, predictions: np.ndarray, labels: np.ndarray, weights: np.ndarray | None, segments: np.ndarray | None = None
     ) -> RowSums:
-        """From valid rows in time order, a block at a time.
+        """From valid rows in time order, some blocks at a time.
 
         Args:
             predictions, labels, weights: (N,) as in `entropy.check_rows`; None for weights of 1.
             segments: (N,) integers from 0 to a few thousand or so, or None; rows of weight 0 count in no segment.
         """
         edges = block_edges(len(predictions))
-        blocks = np.zeros((max(len(edges) - 1, 1), 4))
+        count = len(edges) - 1 if len(predictions) else 0
+        blocks = np.zeros((max(count, 1), 4))
         names = np.zeros(0, dtype=np.int64) if segments is None else np.unique(segments)
         sums, counts, rows = np.zeros((len(names), SEGMENT_BLOCKS, 4)), np.zeros(len(names), dtype=np.int64), 0
-        for index, (start, stop) in enumerate(itertools.pairwise(edges)):
+        step = max(1, CHUNK * count // max(len(predictions), 1))
+        for first in range(0, count, step):
+            last = min(first + step, count)
+            start, stop = edges[first], edges[last]
             part = [t if t is None else torch.from_numpy(t[start:stop]) for t in (predictions, labels, weights)]
             terms = EntropySums.terms(*part).numpy()  # type: ignore[arg-type]
             kept = np.ones(stop - start, dtype=bool) if weights is None else weights[start:stop] > 0
-            blocks[index], rows = terms.sum(1), rows + int(kept.sum())
+            blocks[first:last], rows = (
+                np.add.reduceat(terms, edges[first:last] - start, axis=1).T,
+                rows + int(kept.sum()),
+            )
             if segments is not None:
                 code = np.searchsorted(names, segments[start:stop])
-                coarse = index * SEGMENT_BLOCKS // len(blocks)
-                sums[:, coarse] += np.stack([np.bincount(code, weights=t, minlength=len(names)) for t in terms], axis=1)
+                coarse = np.repeat(np.arange(first, last) * SEGMENT_BLOCKS // count, np.diff(edges[first : last + 1]))
+                key, size = code * SEGMENT_BLOCKS + coarse, len(names) * SEGMENT_BLOCKS
+                found = np.stack([np.bincount(key, weights=t, minlength=size) for t in terms], axis=1)
+                sums += found.reshape(sums.shape)
                 counts += np.bincount(code[kept], minlength=len(names))
         return cls(rows, blocks, *_judged(names, sums, counts))
 
