@@ -119,9 +119,7 @@ def checks(place: Place) -> dict[str, Callable[[Place], Measures]]:
     """Checks by name, the longest first."""
     found: dict[str, Callable[[Place], Measures]] = {}
     recipes = [name for name in recipe_names() if isinstance(load_recipe(name).linear, LinearPrecision)]
-    blocks = {f"block {name}": _bound(check_block, name) for name in recipes}
-    if place.backend != INTERPRETER:
-        found |= blocks
+    found |= {f"block {name}": _bound(check_block, name) for name in recipes}
     if place.backend != "reference":
         for kind, spec in itertools.product(("rms", "layer"), SPECS):
             found[f"norm {kind} {spec}"] = _bound(check_norm, kind, SPECS[spec])
@@ -388,8 +386,8 @@ def check_block(place: Place, name: str) -> Measures:
     fused, unfused, plain = (_step(name, variant, x) for variant in ("fused", "unfused", "bf16"))
     yield "elements unlike unfused", float(sum(int((a != b).sum()) for a, b in zip(fused, unfused))), 0.0
     for a, b in zip(fused, plain):
-        # E4M3 rounds to 2**-4 of an element at most; a sum of many averages it out, a few GEMMs in a row add up.
-        yield "relative to BF16", _relative(a, b), 0.3
+        # The emulation's own on the CPU: 0.08 at worst for rceil, 0.11 for floor, in the gradients of the first layers.
+        yield "relative to BF16", _relative(a, b), 0.2
     quantized = _relative(fused[0] - x, plain[0] - x)
     yield "nothing quantized", float(quantized < 1e-3), 0.0
 
