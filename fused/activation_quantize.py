@@ -32,9 +32,9 @@ from ._device import (
     store_rows_until,
     unpack,
 )
+from ._row_stats import sum_strips
 from .jit import kernel
 from .launch import DTYPES, dense_rows, plan_emission, words
-from .norm_backward import sum_strips
 from .quantize import quantize_both
 from .reference_ops import check_same, empty, split_operands
 from .spec import QuantSpec
@@ -274,6 +274,8 @@ def activation_quantize(
                 **{k: plan.flags[k] for k in ("R_BR", "R_BC", "R_E5", "R_FLOOR", "R_ALIGNED", "SWIZZLED")},
                 R=row.rows, C=row.cols, num_warps=row.warps, enable_fp_fusion=False,
             )  # fmt: skip
+        elif out_dtype is torch.bfloat16 and all(launch.staged(t, plan.flags) for t in (inner, other)):
+            _staged_forward(other, inner, y, plan, common)
         else:
             tile = launch.activation_tile_config(plan.flags["C_BR"] > 0)
             activation_tile_kernel[(-(-rows // 128) * -(-cols // 128),)](
@@ -286,6 +288,19 @@ def activation_quantize(
         later = quantize_both(y, later_row, later_col, seed, stream, swizzled=swizzled, pad_tokens=pad_tokens)
         outputs = [b if a.numel() == 0 else a for a, b in zip(outputs, later)]
     return y if emit_high else empty(x, out_dtype), outputs[0], outputs[1], outputs[2], outputs[3]
+
+
+def _staged_forward(other: Tensor, inner: Tensor, y: Tensor, plan: launch.Emission, common: dict[str, Any]) -> None:
+    from ._activation_staged import activation_staged_kernel  # Gluon, which the interpreter does not have
+
+    rows, cols = inner.shape
+    tile = launch.activation_staged_config(common["GATED"])
+    activation_staged_kernel[(-(-rows // launch.TOKENS) * -(-cols // 128),)](
+        words(other), words(inner), words(y), plan.outputs[0].view(torch.int32), *plan.pointers[1:],
+        rows, cols // 8, other.stride(0) // 8, inner.stride(0) // 8, plan.stride_t,
+        **{name: common[name] for name in ("KIND", "GATED", "EMIT_HIGH")}, **launch.staged_flags(plan.flags),
+        num_warps=tile.warps, enable_fp_fusion=False, **tile.options,
+    )  # fmt: skip
 
 
 def activation_backward(
@@ -357,16 +372,36 @@ def _launch_backward(
     grad_y, inner = dense_rows(grad_y), dense_rows(inner)
     other = inner if up is None else dense_rows(up)
     partial = torch.empty(-(-rows // 128), sums, dtype=torch.float32, device=inner.device)
-    tile = launch.activation_backward_config(up is not None)
-    act_flags = {f"A_{name}": act_plan.flags[f"C_{name}"] for name in ("BR", "BC", "E5", "FLOOR")}
-    outputs = 1 + (up is not None) + (act_flags["A_BR"] > 0)
-    activation_backward_kernel[(outputs * -(-rows // 128) * -(-cols // 128),)](
-        words(grad_y), words(other), words(inner), words(dinner), words(dinner if packed else dup), partial,
-        *plan.pointers, *(plan if packed else up_plan).pointers, *act_plan.pointers[2:],
+    pointers = (words(grad_y), words(other), words(inner), words(dinner), words(dinner if packed else dup), partial)
+    sizes = (
         rows, cols // 8, grad_y.stride(0) // 8, other.stride(0) // 8, inner.stride(0) // 8,
         plan.columns // 8, cols // 8 if packed else 0, plan.stride_t,
-        KIND=act_kind, GATED=up is not None, EMIT_HIGH=high, BIAS=sums > 0,
-        DTYPE=DTYPES[inner.dtype], G_DTYPE=DTYPES[grad_y.dtype], HIGH=out, **plan.flags, **act_flags,
+    )  # fmt: skip
+    plans = (plan, plan if packed else up_plan, act_plan)
+    common = {"KIND": act_kind, "GATED": up is not None, "EMIT_HIGH": high, "BIAS": sums > 0}
+    common.update({f"A_{name}": act_plan.flags[f"C_{name}"] for name in ("BR", "BC", "E5", "FLOOR")})
+    emitted = (plan if plan.any else act_plan).flags
+    if out == tl.bfloat16 and all(launch.staged(t, emitted) for t in (grad_y, inner, other)):
+        _staged_backward(pointers, sizes, plans, common)
+        return sum_strips(partial)
+    tile = launch.activation_backward_config(up is not None)
+    outputs = 1 + (up is not None) + act_plan.any
+    activation_backward_kernel[(outputs * -(-rows // 128) * -(-cols // 128),)](
+        *pointers, *plans[0].pointers, *plans[1].pointers, *plans[2].pointers[2:], *sizes, **common,
+        DTYPE=DTYPES[inner.dtype], G_DTYPE=DTYPES[grad_y.dtype], HIGH=out, **plan.flags,
         REPS=tile.reps(inner.element_size()), num_warps=tile.warps, enable_fp_fusion=False, **tile.options,
     )  # fmt: skip
     return sum_strips(partial)
+
+
+def _staged_backward(
+    pointers: tuple[Tensor, ...], sizes: tuple[int, ...], plans: tuple[launch.Emission, ...], common: dict[str, Any]
+) -> None:
+    from ._activation_staged import activation_backward_staged_kernel  # Gluon, which the interpreter does not have
+
+    tile = launch.activation_backward_staged_config(common["GATED"])
+    emissions = [(plan.outputs[0].view(torch.int32), *plan.pointers[1:]) for plan in plans]
+    activation_backward_staged_kernel[(-(-sizes[0] // launch.TOKENS) * -(-sizes[1] // 16),)](
+        *pointers, *emissions[0], *emissions[1], *emissions[2][2:], *sizes, **common,
+        **launch.staged_flags(plans[0].flags), num_warps=tile.warps, enable_fp_fusion=False, **tile.options,
+    )  # fmt: skip
