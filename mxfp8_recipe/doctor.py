@@ -215,10 +215,18 @@ def _backends() -> list[Finding]:
     except ImportError as error:
         return [Finding(what="backends", status="missing", reason=f"mxfp8_recipe.backends does not import: {error}")]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return [
-        Finding(what=f"op {row.op}", status=row.status, reason=f"backend {row.backend}: {row.reason}")
+    choice = backends.choose(torch.device(device))
+    status = "emulated" if choice.emulates else "native"
+    chosen = Finding(what="backend", status=status, reason=f"{choice.backend}: {choice.why}", remedy=choice.remedy)
+    rows = [
+        Finding(
+            what=f"op {row.op}",
+            status=row.status,
+            reason=f"backend {row.backend}" + (f": {row.reason}" if row.reason else ""),
+        )
         for row in backends.describe(device)
     ]
+    return [chosen, *rows]
 
 
 def _transformer_engine() -> Finding:

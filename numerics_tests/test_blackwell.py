@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton", reason="the module that calls cuBLAS also launches Triton kernels")
 
-from mxfp8_recipe import apply_recipe, backends, load_recipe, plan_recipe
+from mxfp8_recipe import apply_recipe, backends, doctor, load_recipe, plan_recipe
 from mxfp8_recipe.backends import table
 from mxfp8_recipe.fused import reference, reference_ops
 from mxfp8_recipe.fused.gemm import blackwell
@@ -330,6 +332,18 @@ def test_an_old_cublas_is_said_with_its_remedy(gpu: Any, monkeypatch: pytest.Mon
     assert "no torch.nn.functional.scaled_mm; pip install 'torch>=2.11'" in str(backends.choose(torch.device("cuda")))
 
 
+def test_doctor_names_the_backend_and_the_remedy(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu((10, 0), cuda="12.6")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    (line,) = (finding for finding in doctor._backends() if finding.what == "backend")
+    assert line.status == "native"
+    assert line.reason.startswith("triton: compute capability 10.0")
+    assert line.remedy == "install a torch built for CUDA 12.8 or newer"
+    gpu((8, 0))
+    (line,) = (finding for finding in doctor._backends() if finding.what == "backend")
+    assert (line.status, line.reason.split(":")[0]) == ("emulated", "reference")
+
+
 def test_a_gpu_without_triton_is_told_what_to_install(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu((10, 0))
     monkeypatch.setattr(table, "find_spec", lambda name: None)
@@ -354,3 +368,28 @@ def test_a_plan_names_its_backend_and_why(monkeypatch: pytest.MonkeyPatch) -> No
     assert "Backend blackwell: compute capability 10.0: cuBLAS multiplies MXFP8 blocks" in str(
         plan_recipe(nn.Sequential(nn.Linear(256, 256)))
     )
+
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "blackwell.md"
+MX_RATE, BF16_RATE, BYTES = 4.5e15, 2.25e15, 8e12
+
+
+def bound(m: int, n: int, k: int, mx: bool) -> tuple[float, str]:
+    """Seconds a GEMM takes at least on a B200, and what bounds it."""
+    arithmetic = 2 * m * n * k / (MX_RATE if mx else BF16_RATE)
+    memory = (((m + n) * k * (33 / 32 if mx else 2)) + 2 * m * n) / BYTES
+    return max(arithmetic, memory), "arithmetic" if arithmetic >= memory else "memory"
+
+
+def test_the_roofline_is_its_formula_s() -> None:
+    rows = re.findall(r"^\| (\d+)x(\d+)x(\d+) \| (.+) \|$", PAGE.read_text(), flags=re.MULTILINE)
+    assert len(rows) >= 6
+    for *shape, cells in rows:
+        m, n, k = map(int, shape)
+        (plain, _), (mx, by) = bound(m, n, k, False), bound(m, n, k, True)
+        gemms = [(m, n, k), (m, k, n), (n, k, m)]
+        high, low = (sum(bound(*gemm, is_mx)[0] for gemm in gemms) for is_mx in (False, True))
+        weight, rest = ((2 + 2 * 33 / 32) * e / BYTES for e in (n * k, m * k + m * n))
+        ratios = plain / mx, high / (low + weight + rest), high / (low + weight)
+        expected = [f"{plain * 1e6:.0f}", f"{mx * 1e6:.0f}", by, *(f"{ratio:.2f}x" for ratio in ratios)]
+        assert cells.split(" | ") == expected
