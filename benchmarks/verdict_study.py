@@ -229,7 +229,7 @@ def main() -> None:
             cases.append(future.result())
             print({k: cases[-1][k] for k in ("name", "harm", "pass", "fail", "inconclusive", "wrong")}, flush=True)
     conditions = (
-        f"Positive rate of about 11 %, budget {BUDGET:.1%}; wrong is FAIL without a harm and PASS with one. "
+        f"Positive rate of about 10 %, budget {BUDGET:.1%}; wrong is FAIL without a harm and PASS with one. "
         + " ".join(_conditions(case) for case in CASES if case.harm == "none")
     )
     options.out.write_text(json.dumps({"conditions": conditions, "cases": cases}, indent=1) + "\n")

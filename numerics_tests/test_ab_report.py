@@ -171,3 +171,27 @@ def test_one_seed_has_no_interval_and_says_so(run):
     assert report["delta"]["ctr"]["ne_interval"] == [None, None]
     assert math.isfinite(report["delta"]["ctr"]["ne_relative"])
     assert "one seed has no spread" in render(report)
+
+
+def test_segments_and_shift_sources_are_shown(report):
+    shown = json.loads(json.dumps(report))
+    shown["segments"] = [
+        {"task": "ctr", "segment": f"segment {i}", "outcome": "pass", "rows": 5000, "positives": 400.0, "gap": gap,
+         "interval": [gap - 1e-4, gap + 1e-4], "confidence": "92 %", "resolves": 5e-4}
+        for i, gap in enumerate((1e-4, -9e-4))
+    ]  # fmt: skip
+    layers = [{"layer": "head", "alone": 0.004}, {"layer": "top.0", "alone": -0.001}]
+    shown["shift_sources"] = [{"task": "ctr", "seed": 0, "rows": 1024, "shift": 0.005, "layers": layers}]
+    page, text = render(shown), terminal(shown)
+    for seen in (page, text):
+        assert seen.index("segment 1") < seen.index("segment 0"), "worst first"
+        assert "+0.0040" in seen
+        assert "head" in seen
+    assert "Where the mean logit error comes from" in page
+    assert "Worst layers" in page
+
+
+def test_the_interval_says_its_level(report):
+    assert report["delta"]["ctr"]["confidence"] == "95 %"  # two seeds: half of the level is spent
+    assert "95 % interval" in render(report)
+    assert len(report["delta"]["ctr"]["calibration_interval"]) == 2

@@ -192,6 +192,35 @@ def test_bf16_that_diverges_is_an_error_not_a_verdict(tmp_path):
         tiny_run(tmp_path, model="ab_tiny:exploding")
 
 
+def test_a_shifted_mean_names_the_layer_it_comes_from(tmp_path, monkeypatch):
+    """The harm sits in one layer's output; alone in MXFP8, that layer shifts the mean and the others do not."""
+
+    def apply(model, *args, **options):
+        report = apply_recipe(model, *args, **options)
+        if type(model.top[2]).__name__ != "Linear":
+            model.top[2].register_forward_hook(lambda module, inputs, output: output + 1.0)
+        return report
+
+    monkeypatch.setattr(measure_module, "apply_recipe", apply)
+    measurer = Measurer(ABConfig.parse(**TINY, overrides=None))
+    _, sources = measurer.compare(measurer._started_model(0), 0)
+    for task in sources:
+        assert {layer.layer for layer in task.layers} >= {"top.0", "top.2"}
+        assert task.layers[0].layer == "top.2"
+        assert abs(task.layers[0].alone) > 10 * abs(task.layers[1].alone)
+        assert task.layers[0].alone == pytest.approx(task.shift, rel=0.2)
+
+
+def test_looks_are_kept_and_cost_the_next_one(tmp_path):
+    first = tiny_run(tmp_path, seeds=2)
+    assert first.results.looks == (2,)
+    again = tiny_run(tmp_path, seeds=2, resume=True)
+    assert again.decision.tasks[0].interval == first.decision.tasks[0].interval
+    more = tiny_run(tmp_path, seeds=3, resume=True)
+    assert more.results.looks == (2, 3)
+    assert more.decision.tasks[0].interval.alpha == pytest.approx(0.05 * (1 / 2 - 1 / 3))
+
+
 # Interruption and resumption.
 
 
