@@ -293,13 +293,16 @@ def emit_tile(
         store_scale(s_ptr, byte_words(scale_byte(inv)), row0 + line, col0 // 32, M, K8 // 4, SWIZZLED, R_ALIGNED)
     w0, w1, w2, w3 = column_words(buffer)
     tile, even, odd = column_inv(w0, w1, w2, w3, C_BR, C_BC, C_E5, C_FLOOR)
-    q = column_quads(w0, w1, w2, w3, even, odd, C_E5)
     if R_BR > 1:
         if R_BR != C_BR or R_BC != C_BC or R_E5 != C_E5 or R_FLOOR != C_FLOOR:
             tile, _even, _odd = column_inv(w0, w1, w2, w3, R_BR, R_BC, R_E5, R_FLOOR)
         inv = rows_of_tiles(tile)
         emit_rows(buffer.load(row_layout(W)), inv, q_ptr, row0, col0, M, K8, R_E5)
         store_scale(s_ptr, byte_words(scale_byte(inv)), row0 + line, col0 // 32, M, K8 // 4, SWIZZLED, R_ALIGNED)
+    if R_BR > 1:
+        barrier()
+        w0, w1, w2, w3 = column_words(buffer)  # again: rows and columns together would take 32 registers more
+    q = column_quads(w0, w1, w2, w3, even, odd, C_E5)
     out = reinterpret(buffer, gl.int32, [128, 32], TRANSPOSED)
     out.store(q)
     words = column_scale_words(even, odd)

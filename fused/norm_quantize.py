@@ -297,8 +297,9 @@ def _launch_forward(
         )  # fmt: skip
         return
     as_is = bare and not flags["EMIT_HIGH"] and dtypes["HIGH"] == dtypes["DTYPE"]
-    if as_is and launch.stageable(x, plan.flags):
-        _staged_forward(x, weight, eps, rstd, plan)
+    config = launch.norm_staged_config(plan.shared_rows, plan.flags)
+    if as_is and config and launch.stageable(x, plan.flags):
+        _staged_forward(x, weight, eps, rstd, plan, config)
         return
     tile = launch.norm_tile_config(plan.shared_rows, bare)
     roles = launch.plan_roles(x, tile, 16384, launch.summing_programs(cols))
@@ -310,13 +311,14 @@ def _launch_forward(
     )  # fmt: skip
 
 
-def _staged_forward(x: Tensor, weight: Tensor | None, eps: float, rstd: Tensor, plan: Emission) -> None:
+def _staged_forward(
+    x: Tensor, weight: Tensor | None, eps: float, rstd: Tensor, plan: Emission, tile: launch.TileConfig
+) -> None:  # fmt: skip
     """RMSNorm of bf16 without residual, bias and stored y."""
     from ._norm_staged import norm_staged_kernel  # Gluon, which the interpreter does not have
 
     rows, cols = x.shape
-    tile = launch.norm_staged_config(plan.shared_rows)
-    roles = launch.plan_roles(x, tile, 16384, launch.summing_programs(cols))
+    roles = launch.plan_roles(x, tile, 16384, launch.staged_summing_programs(cols), launch.STAGED_LEAD_PROGRAMS)
     norm_staged_kernel[(roles.programs,)](
         words(x), x if weight is None else weight.contiguous(), plan.outputs[0].view(torch.int32), *plan.pointers[1:],
         rstd, roles.counter, rows, cols // 8, x.stride(0) // 8, plan.stride_t, roles.lead, eps,

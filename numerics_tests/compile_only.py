@@ -31,9 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fused import activation_quantize, norm_backward, norm_quantize, quantize
 from fused.spec import QuantSpec
 
-TOLERATED_STACK = {"norm_backward_kernel": 40}
+TOLERATED_STACK = {"norm_backward_kernel": 40, "norm_staged_kernel": 8}
 """Bytes a thread. At 128 registers two programs fit a multiprocessor and up to ten words of a thread spill to the L1
-cache; without the spill one fits, and norm backward falls from 55 % to 41 % of copy bandwidth (H200)."""
+cache; without the spill one fits, and norm backward falls from 55 % to 41 % of copy bandwidth (H200). At 64
+registers newer triton spills two words of the staged norm in tiles of 1 x 32; without, three programs fit, not four."""
 
 MAX_REGISTERS = 255
 MAX_SHARED = 227 * 1024
