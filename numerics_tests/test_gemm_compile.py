@@ -23,16 +23,20 @@ FP8 = {torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}
 
 COARSE, COLUMN, FINE, FINE_COLUMN = ((128, 128), (128, 1), (32, 32), (32, 1))
 PRODUCTION = [
-    # (chunk, across), config, output, bias, accumulate
+    # (chunk, across), config, output, bias, summed
     (COARSE, hopper.TALL, torch.bfloat16, False, False),
     (COARSE, hopper.TALL, torch.bfloat16, True, False),
     (COARSE, hopper.TALL, torch.float32, False, False),
     (COARSE, hopper.WIDE, torch.bfloat16, False, False),
+    (COARSE, hopper.WIDE, torch.bfloat16, True, False),
+    (COARSE, hopper.SMALL, torch.bfloat16, True, True),
     (COARSE, hopper.SMALL, torch.bfloat16, True, False),
     (COARSE, hopper.SMALL, torch.float32, False, True),
     ((128, 32), hopper.TALL, torch.float16, False, False),
     (COLUMN, hopper.COLUMNS, torch.bfloat16, False, False),
+    (COLUMN, hopper.COLUMNS, torch.bfloat16, True, False),
     (COLUMN, hopper.COLUMNS, torch.float32, False, True),
+    (COLUMN, hopper.COLUMNS_LOW, torch.bfloat16, True, True),
     (FINE, hopper.FINE_WIDE, torch.bfloat16, False, False),
     (FINE, hopper.FINE, torch.bfloat16, True, False),
     (FINE_COLUMN, hopper.FINE, torch.bfloat16, False, False),
@@ -41,14 +45,14 @@ PRODUCTION = [
 
 
 def compile_hopper(
-    chunk: int, across: int, config: hopper.Config, out: torch.dtype, bias: bool, accumulate: bool,
+    chunk: int, across: int, config: hopper.Config, out: torch.dtype, bias: bool, summed: bool,
     a: torch.dtype = torch.float8_e4m3fn, b: torch.dtype = torch.float8_e4m3fn,
 ) -> Any:  # fmt: skip
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
     variant = hopper.Variant(chunk=chunk, across=across)
-    constants = hopper.constants_of(variant, config, out.itemsize, bias, accumulate)
+    constants = hopper.constants_of(variant, config, out.itemsize, bias, summed)
     names = _hopper_kernel.gemm_kernel.arg_names
     blocks = {"a_desc": (a, 64, 128), "b_desc": (b, hopper.COLS, 128), "c_desc": (out, 64, hopper.COLS)}
     types = {**FP8, **POINTERS}
@@ -57,7 +61,7 @@ def compile_hopper(
         for name, (dtype, rows, cols) in blocks.items()
     }
     scale = "*u8" if chunk == 128 else "*i32"
-    signature |= {"sa_ptr": scale, "sb_ptr": scale, "bias_ptr": "*bf16", "out_ptr": f"*{POINTERS[out]}"}
+    signature |= {"sa_ptr": scale, "sb_ptr": scale, "bias_ptr": "*bf16", "base_ptr": f"*{POINTERS[out]}"}
     runtime = len(names) - len(constants)
     signature |= dict.fromkeys(names[len(signature) : runtime], "i32")
     signature |= dict.fromkeys(names[runtime:], "constexpr")
@@ -78,8 +82,8 @@ def stack_bytes(cubin: bytes, folder: Path) -> int:
 
 @pytest.mark.parametrize("case", PRODUCTION, ids=lambda case: f"{case[0]}-{case[1].rows}-{str(case[2])[6:]}-{case[3:]}")
 def test_production_configs_are_fp8_wgmma_without_spills(case: tuple[Any, ...], tmp_path: Path) -> None:
-    (chunk, across), config, out, bias, accumulate = case
-    built = compile_hopper(chunk, across, config, out, bias, accumulate)
+    (chunk, across), config, out, bias, summed = case
+    built = compile_hopper(chunk, across, config, out, bias, summed)
     instructions = set(re.findall(r"(?:wg)?mma[\w.]*\.m\d+n\d+k\d+[\w.]*", built.asm["ptx"]))
     assert instructions == {"wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3"}
     assert built.metadata.shared <= SHARED_MEMORY
@@ -97,7 +101,8 @@ def test_a_launch_is_a_function_of_shape_alone() -> None:
     assert hopper.choose(coarse, 65536, 1024, 1024, 132)[0] is hopper.WIDE
     assert hopper.choose(coarse, 512, 256, 1024, 132)[0] is hopper.SMALL
     column = hopper.variant_of((1, 128), (1, 128))
-    assert hopper.choose(column, 1024, 1024, 65536, 132) == (hopper.COLUMNS, 256)  # two splits of 256 steps
+    assert hopper.choose(column, 1024, 1024, 65536, 132) == (hopper.COLUMNS, 128)  # four splits of 128 steps
+    assert hopper.choose(column, 256, 256, 1024, 132)[0] is hopper.COLUMNS_LOW
     assert hopper.choose(column, 4096, 4096, 16384, 132) == (hopper.COLUMNS, 128)  # all of K
     fine = hopper.variant_of((1, 128), (32, 32))
     assert (fine.chunk, fine.across) == (32, 32)
@@ -113,12 +118,12 @@ def test_every_choice_fits_its_output() -> None:
         ((1, 32),) * 2,
     ):
         for m, k in ((1, 32), (300, 4096), (262144, 512), (65536, 2048)):
-            for flags in ({}, {"bias": True}, {"out_bytes": 4}, {"out_bytes": 4, "accumulate": True}):
+            for flags in ({}, {"bias": True}, {"out_bytes": 4}, {"out_bytes": 4, "summed": True}):
                 variant = hopper.variant_of(*tiles, **flags)
                 config, steps = hopper.choose(variant, m, 512, k, 132)
                 assert steps >= 1
-                assert config.stages_fp32 > 0 or not flags
-                assert not (variant.across == 1 and config.subtiles > 1)
+                once = steps >= -(-k // hopper.STEP)
+                assert config.stages_fp32 > 0 or (variant.out_bytes == 2 and once)
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,23 @@ def test_accumulates_into_a_buffer_and_repeats_bit_for_bit(shape: tuple[int, int
     assert torch.equal(total, again)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(300, 224, 1024), (128, 128, 32768), (20000, 512, 512)], ids=str)
+@pytest.mark.parametrize("tiles", ["1x128 by 128x128", "1x128 by 1x128", "1x32 by 32x32"])
+def test_adds_a_residual_before_rounding(tiles: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    m, n, k = shape
+    a_tile, b_tile = TILES[tiles]
+    a, b = quantized(m, k, a_tile), quantized(n, k, b_tile)
+    kwargs = {"a_tile": a_tile, "b_tile": b_tile}
+    plain = gemm(a[0], a[1], b[0], b[1], out_dtype=torch.float32, **kwargs)
+    wide = (torch.randn(m, 2 * n, device="cuda") * plain.abs().mean()).to(dtype)
+    residual, bias = wide[:, n:], torch.randn(n, device="cuda")
+    out = gemm(a[0], a[1], b[0], b[1], bias, out_dtype=dtype, residual=residual, **kwargs)
+    expected = plain.double() + bias.double() + residual.double()
+    assert out.dtype == dtype
+    assert (out.double() - expected).norm() < (1e-6 + torch.finfo(dtype).eps / 2) * expected.norm()
+
+
 def test_empty_operands_and_errors() -> None:
     a, b = quantized(64, 96, (1, 32)), quantized(64, 96, (1, 32))
     assert gemm(a[0][:0], a[1][:0], b[0], b[1]).shape == (0, 64)
@@ -195,6 +212,8 @@ def test_empty_operands_and_errors() -> None:
         gemm(a[0], a[1], b[0][:33], b[1][:33])
     with pytest.raises(ValueError, match="a_scale shape"):
         gemm(a[0], a[1][:, :1], b[0], b[1])
+    with pytest.raises(ValueError, match="residual of shape"):
+        gemm(a[0], a[1], b[0], b[1], residual=torch.zeros(64, 32, device="cuda"))
     with pytest.raises(TypeError, match="accumulate_into of dtype"):
         gemm(a[0], a[1], b[0], b[1], accumulate_into=torch.zeros(64, 64, device="cuda", dtype=torch.bfloat16))
 

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ._gluon import barrier, tma_load, tma_store
 
 SCALARS = [
-    "sa_ptr", "sb_ptr", "bias_ptr", "out_ptr", "M", "N", "K", "a_stride", "b_stride", "out_stride", "steps", "splits",
+    "sa_ptr", "sb_ptr", "bias_ptr", "base_ptr", "M", "N", "K", "a_stride", "b_stride", "base_stride", "steps", "splits",
 ]  # fmt: skip
 """Never specialized: token counts change every step, and a new one must not compile new code."""
 
@@ -92,79 +92,120 @@ def load_words(ptr, r, row, rows, stride, ACROSS: gl.constexpr, kt, blocks, J: g
 
 
 @gluon.jit
-def load_column_words(ptr, c, col, N, stride, BA: gl.constexpr, kt, blocks, J: gl.constexpr):
+def load_row_words(ptr, r, row, rows, stride, MT: gl.constexpr, kt, blocks, J: gl.constexpr):
+    """`load_words` of each 64 rows of a tile."""
+    w0 = load_words(ptr, r, row, rows, stride, 1, kt, blocks, J)
+    w1 = load_words(ptr, r, row + 64, rows, stride, 1, kt, blocks, J)
+    words = (w0, w1)
+    if MT > 2:
+        w2 = load_words(ptr, r, row + 128, rows, stride, 1, kt, blocks, J)
+        words = (w0, w1, w2)
+    if MT > 3:
+        w3 = load_words(ptr, r, row + 192, rows, stride, 1, kt, blocks, J)
+        words = (w0, w1, w2, w3)
+    return words
+
+
+@gluon.jit
+def load_column_words(ptr, c, col, N, stride, BN: gl.constexpr, BA: gl.constexpr, kt, blocks, J: gl.constexpr):
     if BA == 1:
         even = load_words(ptr, 2 * c, col, N, stride, 1, kt, blocks, J)
         odd = load_words(ptr, 2 * c + 1, col, N, stride, 1, kt, blocks, J)
     else:
-        even = load_words(ptr, c, col // BA, N, stride, BA, kt, blocks, J)
+        even = load_words(ptr, c % (BN // BA), col // BA, N, stride, BA, kt, blocks, J)
         odd = even
     return even, odd
 
 
 @gluon.jit
-def e8m0_bits(word, j: gl.constexpr):
-    """Bits of fp32 `2**(byte - 127)` of byte j: byte 0 is a subnormal, byte 255 NaN."""
-    byte = (word.to(gl.int32) >> (8 * j)) & 0xFF
-    return gl.maximum(byte << 23, 0x00400000) | (((byte + 1) << 14) & 0x00400000)
+def extremes(word):
+    """Bit 7 of each byte: whether it is 0 or 255, which is to say that its bits are equal."""
+    differ = (word ^ (word >> 1)) & 0x7F7F7F7F
+    return ~(differ + 0x7F7F7F7F) & -0x7F7F7F80
 
 
 @gluon.jit
-def store_scales(smem, word, s, J: gl.constexpr):
+def to_bit(word, bit: gl.constexpr, to: gl.constexpr):
+    if bit < to:
+        moved = word << (to - bit)
+    else:
+        moved = word >> (bit - to)
+    return moved
+
+
+@gluon.jit
+def e8m0_bits(word, extreme, j: gl.constexpr):
+    """Bits of fp32 `2**(byte - 127)` of byte j: byte 0 is a subnormal, byte 255 NaN."""
+    return (to_bit(word, 8 * j, 23) & 0x7F800000) | (to_bit(extreme, 8 * j + 7, 22) & 0x00400000)
+
+
+@gluon.jit
+def store_scales(smem, word, first, step: gl.constexpr, J: gl.constexpr):
+    word = word.to(gl.int32)
+    extreme = extremes(word)
     for j in gl.static_range(J):
-        smem.index(s * J + j).store(e8m0_bits(word, j).to(gl.float32, bitcast=True))
+        smem.index(first + j * step).store(e8m0_bits(word, extreme, j).to(gl.float32, bitcast=True))
 
 
 @gluon.jit
 def store_column_scales(smem, even, odd, s, BA: gl.constexpr, J: gl.constexpr):
     """With a scale for every column, two neighbors go as bf16 into one word: half the shared memory to read."""
     if BA == 1:
+        even = even.to(gl.int32)
+        odd = odd.to(gl.int32)
+        even_extreme = extremes(even)
+        odd_extreme = extremes(odd)
         for j in gl.static_range(J):
-            word = (e8m0_bits(even, j) >> 16) | e8m0_bits(odd, j)
+            word = (e8m0_bits(even, even_extreme, j) >> 16) | e8m0_bits(odd, odd_extreme, j)
             smem.index(s * J + j).store(word.to(gl.float32, bitcast=True))
     else:
-        store_scales(smem, even, s, J)
+        store_scales(smem, even, s * J, 1, J)
 
 
 @gluon.jit
 def load_scales(
-    sa_ptr, sb_ptr, a_scale, b_scale, full, empty, M, N, K, a_stride, b_stride, steps, units,
+    sa_ptr, sb_ptr, bias_ptr, a_scale, b_scale, bias, full, empty, M, N, K, a_stride, b_stride, steps, units,
     BM: gl.constexpr, BN: gl.constexpr, BA: gl.constexpr, J: gl.constexpr,
-    NS: gl.constexpr, GROUP: gl.constexpr,
+    NS: gl.constexpr, GROUP: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """Scale bytes to fp32 in shared memory, four steps at a time.
 
     With one chunk a step, the next four are in flight meanwhile; with four chunks a step is long enough to do without.
     """
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    AHEAD: gl.constexpr = J == 1
+    AHEAD: gl.constexpr = J == 1 and BA > 1
     blocks = (K + 31) // 32
-    r = gl.arange(0, a_scale.shape[1], L)
-    c = gl.arange(0, b_scale.shape[1], L)
+    MT: gl.constexpr = BM // 64
+    r = gl.arange(0, 64, L)
     i = 0
     u = gl.program_id(0)
     row, col, _, kt, last = unit_at(u, M, N, K, steps, BM, BN, GROUP)
     if AHEAD:
-        wa = load_words(sa_ptr, r, row, M, a_stride, 1, kt, blocks, J)
-        even, odd = load_column_words(sb_ptr, c, col, N, b_stride, BA, kt, blocks, J)
+        wa = load_row_words(sa_ptr, r, row, M, a_stride, MT, kt, blocks, J)
+        even, odd = load_column_words(sb_ptr, r, col, N, b_stride, BN, BA, kt, blocks, J)
     while u < units:
         if not AHEAD:
-            wa = load_words(sa_ptr, r, row, M, a_stride, 1, kt, blocks, J)
-            even, odd = load_column_words(sb_ptr, c, col, N, b_stride, BA, kt, blocks, J)
-        left = last - kt
+            wa = load_row_words(sa_ptr, r, row, M, a_stride, MT, kt, blocks, J)
+            even, odd = load_column_words(sb_ptr, r, col, N, b_stride, BN, BA, kt, blocks, J)
+        now, now_last, now_col = kt, last, col
         kt += 4
         if kt >= last:
             u += gl.num_programs(0)
             row, col, _, kt, last = unit_at(min(u, units - 1), M, N, K, steps, BM, BN, GROUP)
         if AHEAD:
-            next_a = load_words(sa_ptr, r, row, M, a_stride, 1, kt, blocks, J)
-            next_even, next_odd = load_column_words(sb_ptr, c, col, N, b_stride, BA, kt, blocks, J)
+            next_a = load_row_words(sa_ptr, r, row, M, a_stride, MT, kt, blocks, J)
+            next_even, next_odd = load_column_words(sb_ptr, r, col, N, b_stride, BN, BA, kt, blocks, J)
         for t in gl.static_range(4):
-            if t < left:
+            if now + t < now_last:
                 s = i % NS
                 mbarrier.wait(empty.index(s), ((i // NS) & 1) ^ 1)
-                store_scales(a_scale, wa[t], s, J)
+                for w in gl.static_range(MT):
+                    store_scales(a_scale, wa[w][t], s * J * MT + w, MT, J)
                 store_column_scales(b_scale, even[t], odd[t], s, BA, J)
+                if BIAS:  # noqa: SIM102 (one is known at compile time)
+                    if now + t + 1 == now_last:
+                        n = now_col + gl.arange(0, BN, gl.BlockedLayout([2], [32], [gl.num_warps()], [0]))
+                        bias.index(s).store(gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32))
                 barrier()
                 mbarrier.arrive(full.index(s), count=1)
                 i += 1
@@ -191,7 +232,19 @@ def promote(acc, p, sa, sb, BA: gl.constexpr):
 
 @gluon.jit
 def multiply(
-    acc, p, never, a, b, a_scale, b_scale, at, w: gl.constexpr, j: gl.constexpr, J: gl.constexpr, BA: gl.constexpr
+    acc,
+    p,
+    never,
+    a,
+    b,
+    a_scale,
+    b_scale,
+    at,
+    w: gl.constexpr,
+    j: gl.constexpr,
+    J: gl.constexpr,
+    BA: gl.constexpr,
+    MT: gl.constexpr,
 ):
     """Acc plus the scaled product of chunk j of a step; p holds that product.
 
@@ -200,37 +253,34 @@ def multiply(
     promotion past the next product, where it would need a second set.
     """
     KJ: gl.constexpr = 128 // J
-    bt = b.slice(j * KJ, KJ, 1).permute((1, 0))
-    p = warpgroup_mma(a.slice(j * KJ, KJ, 1), bt, p, use_acc=never, is_async=True)
     SA: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, acc.type.layout))
     SB: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, acc.type.layout))
-    sa = a_scale.index(at).slice(w * 64, 64, 0).load(SA)
-    sb = b_scale.index(at).load(SB)
-    p, sb = warpgroup_mma_wait(0, deps=(p, sb))
+    sa = a_scale.index(at * MT + w).load(SA)
+    sb = b_scale.index(at).slice(0, acc.shape[1], 0).load(SB)
+    bt = b.slice(j * KJ, KJ, 1).permute((1, 0))
+    p = warpgroup_mma(a.slice(j * KJ, KJ, 1), bt, p, use_acc=never, is_async=True)
+    p, sa, sb = warpgroup_mma_wait(0, deps=(p, sa, sb))
     acc, p = warpgroup_mma_wait(0, deps=(promote(acc, p, sa, sb, BA), p))
     return acc, p
 
 
 @gluon.jit
-def start(
-    bias_ptr, out_ptr, row, col, M, N, out_stride,
-    BN: gl.constexpr, BIAS: gl.constexpr, ACCUMULATE: gl.constexpr, L: gl.constexpr,
-):  # fmt: skip
-    """What a tile's sum starts from: zero, the bias, the output's present value, or both."""
+def start(base_ptr, row, col, M, N, base_stride, BN: gl.constexpr, SUMMED: gl.constexpr, L: gl.constexpr):
+    """What a tile's sum starts from: zero, or what base holds."""
     acc = gl.zeros([64, BN], gl.float32, L)
-    n = col + gl.arange(0, BN, gl.SliceLayout(0, L))
-    if ACCUMULATE:
+    if SUMMED:
+        n = col + gl.arange(0, BN, gl.SliceLayout(0, L))
         m = row + gl.arange(0, 64, gl.SliceLayout(1, L))
-        at = out_ptr + gl.expand_dims(m.to(gl.int64) * out_stride, 1) + gl.expand_dims(n, 0)
-        acc = gl.load(at, mask=gl.expand_dims(m < M, 1) & gl.expand_dims(n < N, 0), other=0.0)
-    if BIAS:
-        acc += gl.expand_dims(gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32), 0)
+        at = base_ptr + gl.expand_dims(m.to(gl.int64) * base_stride, 1) + gl.expand_dims(n, 0)
+        acc = gl.load(at, mask=gl.expand_dims(m < M, 1) & gl.expand_dims(n < N, 0), other=0.0).to(gl.float32)
     return acc
 
 
 @gluon.jit
-def write(c_desc, c_smem, acc, row, col, CB: gl.constexpr, L: gl.constexpr):
+def write(c_desc, c_smem, acc, bias, row, col, CB: gl.constexpr, BIAS: gl.constexpr, L: gl.constexpr):
     out = gl.convert_layout(acc.reshape([64, c_smem.shape[1]]), L)
+    if BIAS:
+        out += gl.expand_dims(bias, 0)
     tma.store_wait(CB - 1)
     barrier()
     c_smem.store(out.to(c_desc.dtype))
@@ -241,9 +291,9 @@ def write(c_desc, c_smem, acc, row, col, CB: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit
 def consume(
-    c_desc, a_smem, b_smem, c_smem, a_scale, b_scale, full, empty, bias_ptr, out_ptr, M, N, K, out_stride, steps, units,
+    c_desc, a_smem, b_smem, c_smem, a_scale, b_scale, bias, full, empty, base_ptr, M, N, K, base_stride, steps, units,
     W: gl.constexpr, MW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BA: gl.constexpr, J: gl.constexpr,
-    NS: gl.constexpr, CB: gl.constexpr, GROUP: gl.constexpr, BIAS: gl.constexpr, ACCUMULATE: gl.constexpr,
+    NS: gl.constexpr, CB: gl.constexpr, GROUP: gl.constexpr, BIAS: gl.constexpr, SUMMED: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W: MW times 64 rows of every tile."""
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32])
@@ -254,42 +304,49 @@ def consume(
     for u in range(gl.program_id(0), units, gl.num_programs(0)):
         row, col, split, first, last = unit_at(u, M, N, K, steps, BM, BN, GROUP)
         row += W * MW * 64
-        acc0 = start(bias_ptr, out_ptr, row, col, M, N, out_stride, BN, BIAS, ACCUMULATE, L)
-        acc0 = acc0.reshape([64, BN // COLS, COLS])
+        acc0 = start(base_ptr, row, col, M, N, base_stride, BN, SUMMED, L).reshape([64, BN // COLS, COLS])
         acc1 = acc0
-        if MW == 2 and ACCUMULATE:
-            acc1 = start(bias_ptr, out_ptr, row + 64, col, M, N, out_stride, BN, BIAS, ACCUMULATE, L)
-            acc1 = acc1.reshape([64, BN // COLS, COLS])
-        for _ in range(first, last):
+        if MW == 2 and SUMMED:
+            acc1 = start(base_ptr, row + 64, col, M, N, base_stride, BN, SUMMED, L).reshape([64, BN // COLS, COLS])
+        for kt in range(first, last):
             s = i % NS
             mbarrier.wait(full.index(s), (i // NS) & 1)
             b = b_smem.index(s)
             for j in gl.static_range(J):
                 a = a_smem.index(s * MT + W * MW)
-                acc0, p = multiply(acc0, p, K < 0, a, b, a_scale, b_scale, s * J + j, W * MW, j, J, BA)
+                acc0, p = multiply(acc0, p, K < 0, a, b, a_scale, b_scale, s * J + j, W * MW, j, J, BA, MT)
                 if MW == 2:
                     a = a_smem.index(s * MT + W * MW + 1)
-                    acc1, p = multiply(acc1, p, K < 0, a, b, a_scale, b_scale, s * J + j, W * MW + 1, j, J, BA)
-            mbarrier.arrive(empty.index(s), count=1)
+                    acc1, p = multiply(acc1, p, K < 0, a, b, a_scale, b_scale, s * J + j, W * MW + 1, j, J, BA, MT)
+            if BIAS:
+                mbarrier.arrive(empty.index(s), count=1, pred=kt + 1 < last)
+            else:
+                mbarrier.arrive(empty.index(s), count=1)
             i += 1
         row += split * ((M + BM - 1) // BM) * BM
-        write(c_desc, c_smem.index(W * CB), acc0, row, col, CB, L)
+        added = 0.0
+        if BIAS:  # lies beside the last step's operands
+            s = (i - 1) % NS
+            added = bias.index(s).load(gl.SliceLayout(0, L))
+            mbarrier.arrive(empty.index(s), count=1)
+        write(c_desc, c_smem.index(W * CB), acc0, added, row, col, CB, BIAS, L)
         if MW == 2:
-            write(c_desc, c_smem.index(W * CB + CB - 1), acc1, row + 64, col, CB, L)
+            write(c_desc, c_smem.index(W * CB + CB - 1), acc1, added, row + 64, col, CB, BIAS, L)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=SCALARS)
 def gemm_kernel(
-    a_desc, b_desc, c_desc, sa_ptr, sb_ptr, bias_ptr, out_ptr, M, N, K, a_stride, b_stride, out_stride, steps, splits,
+    a_desc, b_desc, c_desc, sa_ptr, sb_ptr, bias_ptr, base_ptr, M, N, K, a_stride, b_stride, base_stride, steps, splits,
     NC: gl.constexpr, MW: gl.constexpr, BN: gl.constexpr, BA: gl.constexpr, J: gl.constexpr, NS: gl.constexpr,
     CB: gl.constexpr, GROUP: gl.constexpr, REGS: gl.constexpr, LOADER_REGS: gl.constexpr,
-    BIAS: gl.constexpr, ACCUMULATE: gl.constexpr,
+    BIAS: gl.constexpr, SUMMED: gl.constexpr,
 ):  # fmt: skip
     """C (splits times M rounded up to the tile, N) = a (M, K) @ b (N, K).T of operands with E8M0 scales.
 
     Args:
         steps, splits: steps of 128 of K in a split, and splits. With more than one, `c_desc` is an fp32 workspace.
+        base_ptr: what is added to the product if SUMMED, of any float dtype.
         NC, MW: consumer warpgroups, and m64 subtiles of each. BN: columns of a tile. NS: stages.
         BA: rows of b that share a byte (1, 32 or 128). J: chunks in 128 of K (1 or 4).
         CB: output buffers of a consumer.
@@ -300,8 +357,9 @@ def gemm_kernel(
     b_smem = gl.allocate_shared_memory(b_desc.dtype, [NS, BN, 128], b_desc.layout)
     c_smem = gl.allocate_shared_memory(c_desc.dtype, [NC * CB, 64, BN], c_desc.layout)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    a_scale = gl.allocate_shared_memory(gl.float32, [NS * J, 256 if BM > 128 else 128], FLAT)
-    b_scale = gl.allocate_shared_memory(gl.float32, [NS * J, BN // (2 if BA == 1 else BA)], FLAT)
+    a_scale = gl.allocate_shared_memory(gl.float32, [NS * J * NC * MW, 64], FLAT)
+    b_scale = gl.allocate_shared_memory(gl.float32, [NS * J, 64], FLAT)
+    bias = gl.allocate_shared_memory(gl.float32, [NS if BIAS else 1, BN], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [NS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NS, 1], mbarrier.MBarrierLayout())
     for k in gl.static_range(NS):
@@ -312,17 +370,17 @@ def gemm_kernel(
     # fmt: off
     if NC == 2:
         gl.warp_specialize([
-            (consume, (c_desc, a_smem, b_smem, c_smem, a_scale, b_scale, full, empty, bias_ptr, out_ptr, M, N, K, out_stride, steps, units, 0, MW, BM, BN, BA, J, NS, CB, GROUP, BIAS, ACCUMULATE)),  # noqa: E501
-            (consume, (c_desc, a_smem, b_smem, c_smem, a_scale, b_scale, full, empty, bias_ptr, out_ptr, M, N, K, out_stride, steps, units, 1, MW, BM, BN, BA, J, NS, CB, GROUP, BIAS, ACCUMULATE)),  # noqa: E501
+            (consume, (c_desc, a_smem, b_smem, c_smem, a_scale, b_scale, bias, full, empty, base_ptr, M, N, K, base_stride, steps, units, 0, MW, BM, BN, BA, J, NS, CB, GROUP, BIAS, SUMMED)),  # noqa: E501
+            (consume, (c_desc, a_smem, b_smem, c_smem, a_scale, b_scale, bias, full, empty, base_ptr, M, N, K, base_stride, steps, units, 1, MW, BM, BN, BA, J, NS, CB, GROUP, BIAS, SUMMED)),  # noqa: E501
             (load_operands, (a_desc, b_desc, a_smem, b_smem, full, empty, M, N, K, steps, units, BM, BN, NS, GROUP)),
-            (load_scales, (sa_ptr, sb_ptr, a_scale, b_scale, full, empty, M, N, K, a_stride, b_stride, steps, units, BM, BN, BA, J, NS, GROUP)),  # noqa: E501
+            (load_scales, (sa_ptr, sb_ptr, bias_ptr, a_scale, b_scale, bias, full, empty, M, N, K, a_stride, b_stride, steps, units, BM, BN, BA, J, NS, GROUP, BIAS)),  # noqa: E501
         ], [4, 1, 2], [REGS, LOADER_REGS, LOADER_REGS])
     else:
         gl.warp_specialize([
-            (consume, (c_desc, a_smem, b_smem, c_smem, a_scale, b_scale, full, empty, bias_ptr, out_ptr, M, N, K, out_stride, steps, units, 0, MW, BM, BN, BA, J, NS, CB, GROUP, BIAS, ACCUMULATE)),  # noqa: E501
-            (consume, (c_desc, a_smem, b_smem, c_smem, a_scale, b_scale, full, empty, bias_ptr, out_ptr, M, N, K, out_stride, steps, units, 1, MW, BM, BN, BA, J, NS, CB, GROUP, BIAS, ACCUMULATE)),  # noqa: E501
-            (consume, (c_desc, a_smem, b_smem, c_smem, a_scale, b_scale, full, empty, bias_ptr, out_ptr, M, N, K, out_stride, steps, units, 2, MW, BM, BN, BA, J, NS, CB, GROUP, BIAS, ACCUMULATE)),  # noqa: E501
+            (consume, (c_desc, a_smem, b_smem, c_smem, a_scale, b_scale, bias, full, empty, base_ptr, M, N, K, base_stride, steps, units, 0, MW, BM, BN, BA, J, NS, CB, GROUP, BIAS, SUMMED)),  # noqa: E501
+            (consume, (c_desc, a_smem, b_smem, c_smem, a_scale, b_scale, bias, full, empty, base_ptr, M, N, K, base_stride, steps, units, 1, MW, BM, BN, BA, J, NS, CB, GROUP, BIAS, SUMMED)),  # noqa: E501
+            (consume, (c_desc, a_smem, b_smem, c_smem, a_scale, b_scale, bias, full, empty, base_ptr, M, N, K, base_stride, steps, units, 2, MW, BM, BN, BA, J, NS, CB, GROUP, BIAS, SUMMED)),  # noqa: E501
             (load_operands, (a_desc, b_desc, a_smem, b_smem, full, empty, M, N, K, steps, units, BM, BN, NS, GROUP)),
-            (load_scales, (sa_ptr, sb_ptr, a_scale, b_scale, full, empty, M, N, K, a_stride, b_stride, steps, units, BM, BN, BA, J, NS, GROUP)),  # noqa: E501
+            (load_scales, (sa_ptr, sb_ptr, bias_ptr, a_scale, b_scale, bias, full, empty, M, N, K, a_stride, b_stride, steps, units, BM, BN, BA, J, NS, GROUP, BIAS)),  # noqa: E501
         ], [4, 4, 1, 2], [REGS, REGS, LOADER_REGS, LOADER_REGS])
     # fmt: on

@@ -84,11 +84,17 @@ WIDE = Config(
 SMALL = Config(
     consumers=2, subtiles=1, stages=5, stages_fp32=4, registers=216, loader_registers=72, step_us=0.5
 )  # fmt: skip
-# A scale per column takes registers that a second subtile would need (spills: 728 TFLOP/s against 872).
+# A scale per column and 256 rows fit the registers only with few for the loaders (4096x4096x16384: 965 TFLOP/s against
+# 865 with 128 rows, which remain where 256 are too few tiles).
 COLUMNS = Config(
+    consumers=2, subtiles=2, stages=3, stages_fp32=3, registers=232, loader_registers=48, step_us=1.1
+)  # fmt: skip
+COLUMNS_LOW = Config(
     consumers=2, subtiles=1, stages=4, stages_fp32=4, registers=216, loader_registers=72, step_us=0.6
 )  # fmt: skip
-# Promotion every 32 is bound by the issue of its multiply-adds; a third warpgroup fills its gaps.
+# Promotion every 32 takes as many cycles as the products, and hides behind none of them: both write a register an
+# element (1786 MHz under load: 64 cycles of wgmma, 64 of multiply-adds, 34 of scales and control). A third warpgroup
+# fills the gaps (8192^3: 789 TFLOP/s against 695).
 FINE_WIDE = Config(
     consumers=3, subtiles=1, stages=4, stages_fp32=0, registers=152, loader_registers=56, step_us=1.1
 )  # fmt: skip
@@ -103,14 +109,15 @@ class Variant:
 
     Attributes:
         chunk: elements of K summed before promotion, 128 or 32. across: rows of b under one scale, 128, 32 or 1.
-        out_bytes: size of an output element. bias, accumulate: whether the sum starts from them.
+        out_bytes: size of an output element. bias, summed: whether the sum starts from a
+            bias, from a residual or the output's present value.
     """
 
     chunk: int
     across: int
     out_bytes: int = 2
     bias: bool = False
-    accumulate: bool = False
+    summed: bool = False
 
 
 def variant_of(a_tile: tuple[int, int], b_tile: tuple[int, int], **rest: Any) -> Variant:
@@ -127,15 +134,16 @@ def choose(variant: Variant, m: int, n: int, k: int, processors: int) -> tuple[C
 
 
 def _config(variant: Variant, m: int, n: int, k: int, processors: int) -> Config:
-    fits = variant.out_bytes == 2 and not variant.bias and not variant.accumulate
+    plain = variant.out_bytes == 2 and not variant.summed
     if variant.chunk == 32:
-        wide = variant.across == 32 and fits and _tiles(FINE_WIDE, m, n) >= processors
+        wide = variant.across == 32 and plain and not variant.bias and _tiles(FINE_WIDE, m, n) >= processors
         return FINE_WIDE if wide else FINE
     if variant.across == 1:
-        return COLUMNS
-    if variant.accumulate or _tiles(TALL, m, n) < processors:
+        units = _tiles(COLUMNS, m, n) * min(_SPLITS, max(1, -(-k // STEP) // 8))
+        return COLUMNS_LOW if units < processors or (variant.bias and variant.summed) else COLUMNS
+    if variant.summed or _tiles(TALL, m, n) < processors:
         return SMALL
-    return WIDE if k <= 1024 and fits and variant.across == 128 else TALL
+    return WIDE if k <= 1024 and plain and variant.across == 128 else TALL
 
 
 def _tiles(config: Config, m: int, n: int) -> int:
@@ -150,7 +158,8 @@ def _split_steps(config: Config, m: int, n: int, k: int, processors: int) -> int
         waves = -(-tiles * splits // processors) * -(-steps // splits) * config.step_us
         return waves + (5.0 + 8e-6 * m * n * splits / 3.0 if splits > 1 else 0.0)
 
-    best = min(range(1, min(_SPLITS, max(1, steps // 8)) + 1), key=microseconds)
+    most = min(_SPLITS, max(1, steps // 8)) if config.stages_fp32 else 1
+    best = min(range(1, most + 1), key=microseconds)
     return -(-steps // best)
 
 
@@ -164,16 +173,19 @@ def gemm(
     out_dtype: torch.dtype = torch.float32,
     a_tile: tuple[int, int] = (1, 32),
     b_tile: tuple[int, int] = (1, 32),
+    residual: Tensor | None = None,
     accumulate_into: Tensor | None = None,
 ) -> Tensor:
-    """`a @ b.T + bias` of two operands quantized along their last dim, as `reference.gemm`.
+    """`a @ b.T + bias + residual` of two operands quantized along their last dim, as `reference.gemm`.
 
     Args:
         a: (M, K) float8, a_scale (M, ceil(K / 32)) E8M0 bytes.  b: (N, K) float8, b_scale (N, ceil(K / 32)). Any M and
             K, N a multiple of 32. Rows that do not start on 16 bytes are copied first.
         bias: (N,) or None, added in fp32.
         a_tile, b_tile: `(across, along)` K under which scale bytes are equal. (1, 32) is always true and slowest.
-        accumulate_into: (M, N) fp32 with dense rows, or None: add the product to it in place of a new tensor.
+        residual: (M, N) of a float dtype with dense rows, or None, added in fp32.
+        accumulate_into: (M, N) fp32 with dense rows, or None: add the product to it in place of a new tensor, and
+            without a residual.
 
     Returns:
         (M, N) of `out_dtype`, or `accumulate_into`. The same bits every time: no atomics.
@@ -185,15 +197,15 @@ def gemm(
     key = (
         a.device, a.shape, b.shape, a_scale.shape, b_scale.shape, a.dtype, b.dtype, out_dtype, a_tile, b_tile,
         None if bias is None else (bias.shape, bias.dtype),
+        None if residual is None else (residual.shape, residual.stride()),
         None if accumulate_into is None else (accumulate_into.shape, accumulate_into.stride(), accumulate_into.dtype),
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        m, n, k = _check(a, a_scale, b, b_scale, bias, out_dtype, accumulate_into)
+        m, n, k = _check(a, a_scale, b, b_scale, bias, out_dtype, residual, accumulate_into)
         out_bytes = 4 if accumulate_into is not None else out_dtype.itemsize
-        variant = variant_of(
-            a_tile, b_tile, out_bytes=out_bytes, bias=bias is not None, accumulate=accumulate_into is not None
-        )
+        summed = residual is not None or accumulate_into is not None
+        variant = variant_of(a_tile, b_tile, out_bytes=out_bytes, bias=bias is not None, summed=summed)
         plan = _remember(key, Plan.of(variant, m, n, k, _processors(a.device.index)))
     out = accumulate_into
     if out is None:
@@ -201,12 +213,13 @@ def gemm(
     if plan.m == 0 or plan.n == 0:
         return out
     if plan.k == 0:
-        return _empty_sum(out, bias, accumulate_into is not None)
+        return _empty_sum(out, bias, residual, accumulate_into is not None)
+    summand = residual if accumulate_into is None else accumulate_into
     if a.device.index == torch.cuda.current_device():
-        _run(a, a_scale, b, b_scale, bias, out, plan)
+        _run(a, a_scale, b, b_scale, bias, summand, out, plan)
     else:
         with torch.cuda.device_of(a):
-            _run(a, a_scale, b, b_scale, bias, out, plan)
+            _run(a, a_scale, b, b_scale, bias, summand, out, plan)
     return out
 
 
@@ -244,7 +257,7 @@ class Plan:
             programs=min(processors, _tiles(config, m, n) * splits),
             rows=-(-m // config.rows) * config.rows,
             constants=constants_of(
-                variant, config, variant.out_bytes if once else 4, variant.bias and once, variant.accumulate and once
+                variant, config, variant.out_bytes if once else 4, variant.bias and once, variant.summed and once
             ),
         )
 
@@ -259,7 +272,8 @@ def _remember(key: Any, plan: Plan) -> Plan:
 
 
 def _run(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor, plan: Plan
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, summand: Tensor | None, out: Tensor,
+    plan: Plan,
 ) -> None:  # fmt: skip
     a, b = _aligned(a), _aligned(b)
     sa, sb = _words(a_scale, plan.variant), _words(b_scale, plan.variant)
@@ -267,34 +281,36 @@ def _run(
     if plan.splits > 1:
         target = torch.empty(plan.splits * plan.rows, plan.n, dtype=torch.float32, device=a.device)
     word = sa.element_size()
-    added = target if bias is None or plan.splits > 1 else bias
+    once = plan.splits == 1
+    added = bias if bias is not None and once else target
+    base = summand if summand is not None and once else target
     args = (
-        _descriptor(a, 64, STEP), _descriptor(b, COLS, STEP), _descriptor(target, 64, COLS), sa, sb, added, target,
-        plan.m, plan.n, plan.k, sa.stride(0) * word, sb.stride(0) * word, target.stride(0), plan.steps, plan.splits,
+        _descriptor(a, 64, STEP), _descriptor(b, COLS, STEP), _descriptor(target, 64, COLS), sa, sb, added, base,
+        plan.m, plan.n, plan.k, sa.stride(0) * word, sb.stride(0) * word, base.stride(0), plan.steps, plan.splits,
         *plan.constants,
     )  # fmt: skip
-    key = (a.dtype, b.dtype, target.dtype, added.dtype, plan.constants)
+    key = (a.dtype, b.dtype, target.dtype, added.dtype, base.dtype, plan.constants)
     launch(gemm_kernel, key, a.device.index, plan.programs, args, warps=4)
-    if plan.splits > 1:
-        _reduce(target, plan.rows * plan.n, plan.splits, bias, out, plan.variant.accumulate)
+    if not once:
+        _reduce(target, plan.rows * plan.n, plan.splits, bias, summand, out)
 
 
-def constants_of(variant: Variant, config: Config, out_bytes: int, bias: bool, accumulate: bool) -> tuple[Any, ...]:
+def constants_of(variant: Variant, config: Config, out_bytes: int, bias: bool, summed: bool) -> tuple[Any, ...]:
     """The kernel's compile-time arguments, in its order."""
     stages = config.stages if out_bytes == 2 else config.stages_fp32
     buffers = config.subtiles if out_bytes == 2 else 1
     return (
         config.consumers, config.subtiles, COLS, variant.across, STEP // variant.chunk, stages, buffers, config.group,
-        config.registers, config.loader_registers, bias, accumulate,
+        config.registers, config.loader_registers, bias, summed,
     )  # fmt: skip
 
 
-@kernel(do_not_specialize=["bias_ptr", "out_ptr", "M", "N", "part", "splits", "out_stride"])
+@kernel(do_not_specialize=["M", "N", "part", "splits", "base_stride", "out_stride"])
 def reduce_kernel(
-    work_ptr, bias_ptr, out_ptr, M, N, part, splits, out_stride,
-    BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, B: tl.constexpr,
+    work_ptr, bias_ptr, base_ptr, out_ptr, M, N, part, splits, base_stride, out_stride,
+    BIAS: tl.constexpr, SUMMED: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Sum over splits, in order, of work[split] (part elements apart), plus bias, plus what out holds."""
+    """Sum over splits, in order, of work[split] (part elements apart), plus bias, plus what base holds."""
     m = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * B + tl.arange(0, B)
     mask = n < N
@@ -303,19 +319,21 @@ def reduce_kernel(
         total += tl.load(work_ptr + s.to(tl.int64) * part + m * N + n, mask=mask, other=0.0)
     if BIAS:
         total += tl.load(bias_ptr + n, mask=mask, other=0.0).to(tl.float32)
-    at = out_ptr + m * out_stride + n
-    if ACCUMULATE:
-        total += tl.load(at, mask=mask, other=0.0)
-    tl.store(at, total.to(out_ptr.dtype.element_ty), mask=mask)
+    if SUMMED:
+        total += tl.load(base_ptr + m * base_stride + n, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + m * out_stride + n, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _reduce(work: Tensor, part: int, splits: int, bias: Tensor | None, out: Tensor, accumulate: bool) -> None:
+def _reduce(
+    work: Tensor, part: int, splits: int, bias: Tensor | None, summand: Tensor | None, out: Tensor
+) -> None:  # fmt: skip
     m, n = out.shape
     block = min(512, triton.next_power_of_2(n))
-    added = out if bias is None else bias
+    added, base = out if bias is None else bias, out if summand is None else summand
     reduce_kernel[m, -(-n // block)](
-        work, added, out, m, n, part, splits, out.stride(0), bias is not None, accumulate, block, num_warps=4
-    )
+        work, added, base, out, m, n, part, splits, base.stride(0), out.stride(0),
+        bias is not None, summand is not None, block, num_warps=4,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=16)
@@ -329,20 +347,26 @@ def layout_of(rows: int, cols: int, dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for([rows, cols], _ELEMENTS[dtype])
 
 
+@lru_cache(maxsize=4096)
+def _fields(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int, cols: int) -> dict[str, Any]:
+    layout = layout_of(rows, cols, dtype)
+    block = {"block_shape": [rows, cols], "layout": layout, "padding": "zero", "round_f32_to_tf32": False}
+    return {"shape": shape, "strides": strides, **block}
+
+
 def _descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
     """What `TensorDescriptor.from_tensor` gives, without the checks, which `_aligned` has made."""
     descriptor = TensorDescriptor.__new__(TensorDescriptor)
-    descriptor.base, descriptor.shape, descriptor.strides = x, x.shape, x.stride()
-    descriptor.block_shape, descriptor.layout = [rows, cols], layout_of(rows, cols, x.dtype)
-    descriptor.padding, descriptor.round_f32_to_tf32 = "zero", False
+    descriptor.__dict__.update(_fields(x.shape, x.stride(), x.dtype, rows, cols), base=x)
     return descriptor
 
 
 def _aligned(x: Tensor) -> Tensor:
     """Give x rows that TMA can read, of unit stride and starting on 16 bytes: a copy only if need be."""
-    if x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0 and x.stride(0) >= x.shape[1]:
-        return x
     rows, k = x.shape
+    stride, unit = x.stride()
+    if unit == 1 and stride % 16 == 0 and stride >= k and x.data_ptr() % 16 == 0:
+        return x
     padded = torch.empty(rows, -(-k // 16) * 16, dtype=x.dtype, device=x.device)[:, :k]
     padded.copy_(x)
     return padded
@@ -350,7 +374,8 @@ def _aligned(x: Tensor) -> Tensor:
 
 def _words(scale: Tensor, variant: Variant) -> Tensor:
     """Scale bytes as the kernel reads them: bytes, or with a scale every 32 of K int32 words of four."""
-    scale = scale.view(torch.uint8)
+    if scale.dtype != torch.uint8:
+        scale = scale.view(torch.uint8)
     if variant.chunk == 128:
         return scale if scale.stride(1) == 1 else scale.contiguous()
     rows, blocks = scale.shape
@@ -361,15 +386,18 @@ def _words(scale: Tensor, variant: Variant) -> Tensor:
     return padded.view(torch.int32)
 
 
-def _empty_sum(out: Tensor, bias: Tensor | None, accumulate: bool) -> Tensor:
+def _empty_sum(out: Tensor, bias: Tensor | None, residual: Tensor | None, accumulate: bool) -> Tensor:
     if not accumulate:
         out.zero_()
-    return out if bias is None else out.add_(bias)
+    for summand in (bias, residual):
+        if summand is not None:
+            out += summand
+    return out
 
 
 def _check(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
-    accumulate_into: Tensor | None,
+    residual: Tensor | None, accumulate_into: Tensor | None,
 ) -> tuple[int, int, int]:  # fmt: skip
     (m, k), (n, other) = a.shape, b.shape
     blocks = -(-k // 32)
@@ -386,7 +414,14 @@ def _check(
         raise TypeError(f"gemm: got out_dtype {out_dtype}, expected bfloat16, float16 or float32")
     if bias is not None and tuple(bias.shape) != (n,):
         raise ValueError(f"gemm: got bias shape {tuple(bias.shape)}, expected {(n,)}")
+    if residual is not None and (tuple(residual.shape) != (m, n) or residual.stride(1) != 1):
+        raise ValueError(
+            f"gemm: got residual of shape {tuple(residual.shape)} and strides {residual.stride()}, expected {(m, n)}"
+            " with unit stride along rows"
+        )
     if accumulate_into is not None:
+        if residual is not None:
+            raise ValueError("gemm: got residual and accumulate_into, expected one of them")
         _check_sum(accumulate_into, m, n)
     return m, n, k
 
