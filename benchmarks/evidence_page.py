@@ -232,6 +232,8 @@ def replace_between(text: str, name: str, content: str) -> str:
 def render(page: str, cells: list[dict[str, Any]], study: dict[str, Any] | None) -> str:
     """The page with its generated parts replaced."""
     sections = "\n\n".join(cell_section(cell) for cell in cells if cell["recipes"])
+    if sections:
+        sections = f"![NE gaps with their intervals, placebo gaps in gray](numerics_gaps.svg)\n\n{sections}"
     page = replace_between(page, "evidence", sections or NOTHING_YET)
     page = replace_between(page, "sources", sources_table(cells) or NOTHING_YET)
     return replace_between(page, "study", study_table(study) if study else "Not run yet.")
