@@ -4,7 +4,8 @@
 `norm_linear`: RMSNorm and a linear through `apply_recipe`, against the two under `torch.compile`.
 `block`: norm, up, GELU, down and residual through `apply_recipe`, against the block under `torch.compile`.
 
-Everything is timed by replaying a CUDA graph, except `mode=eager`, which is host time included. Activations are larger
+Everything is timed by replaying a CUDA graph, except `mode=eager`, which is host time included; there `one_thread` is
+backward on the caller's thread, where Python is warmer than on autograd's own. Activations are larger
 than L2. A provider whose result is wrong gets no number. `torchao_*` are compiled for the one shape.
 
     python benchmarks/bench_linear.py [linear|norm_linear|block] [--out FILE] [--commit HASH]
@@ -239,7 +240,10 @@ def run(bench: str | None, about: Stamp) -> None:
         for m, n, k in SHAPES:
             measure("linear", f"{m}x{n}x{k}", f"{variant},op=quantized_input", linear_steps(m, n, k), True, about)
         for m, n, k in EAGER_SHAPES:
-            measure("linear", f"{m}x{n}x{k}", "tile=128,mode=eager,pass=fwdbwd", eager_steps(m, n, k), False, about)
+            for threads in (True, False):
+                kind = f"tile=128,mode=eager,pass=fwdbwd{'' if threads else ',autograd=one_thread'}"
+                with torch.autograd.set_multithreading_enabled(threads):
+                    measure("linear", f"{m}x{n}x{k}", kind, eager_steps(m, n, k), False, about)
     if bench in (None, "block"):
         for m, width, hidden in BLOCKS:
             steps = module_steps(lambda w=width, h=hidden: Block(w, h), m, width, width)
