@@ -11,7 +11,17 @@ from triton.experimental.gluon import language as gl
 
 from ._activation_math import act, act_and_slope
 from ._device import pack, unpack
-from ._staged import TILE, await_copies, column_words, copy_tile, emit_tile, row_layout, staged_kernel, sum_columns
+from ._staged import (
+    TILE,
+    await_copies,
+    barrier,
+    column_words,
+    copy_tile,
+    emit_tile,
+    row_layout,
+    staged_kernel,
+    sum_columns,
+)
 
 SCALARS = ["M", "K8", "LDU8", "LDX8", "LDG8", "MT", "OUT8", "UP_OFFSET8"]
 
@@ -89,6 +99,7 @@ def emit_gradient(
     if BIAS:
         w0, w1, w2, w3 = column_words(buffer)
         sum_columns(w0, w1, w2, w3, line_ptr, col0, K8 * 8)
+        barrier()  # or the assembler starts on the rows before the sums are done and runs out of registers
     if C_BR > 0:
         emit_tile(
             buffer, buffer.load(row_layout(gl.num_warps())), row0, out0, M, OUT8, MT, q_ptr, s_ptr, qt_ptr, st_ptr,
