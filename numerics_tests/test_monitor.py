@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from mxfp8_recipe import apply_recipe, revert
 from mxfp8_recipe.functional.listening import listener
 from mxfp8_recipe.monitors import MonitorReport, NumericsMonitor
-from mxfp8_recipe.monitors.shadow_pass import ShadowPass, TrainingCall
+from mxfp8_recipe.monitors.live.shadow_pass import ShadowPass, TrainingCall
 from numerics_tests.monitor_models import GemData, Ranker, Transformer, loss_of, rows, same_state, sequences
 
 STEPS = 50

@@ -152,7 +152,7 @@ def test_a_nan_is_named_where_it_arose() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     reports = []
     with NumericsMonitor(model, every=1, dump_dir="unused_dumps") as monitor, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mxfp8_recipe.monitors.monitor.dump_operands", lambda *a: None)
+        patch.setattr("mxfp8_recipe.monitors.live.monitor.dump_operands", lambda *a: None)
         for step in range(5):
             set_step(model, step)
             x, y = rows(step)

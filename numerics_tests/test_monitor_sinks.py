@@ -14,7 +14,7 @@ from rich.console import Console
 
 from mxfp8_recipe import apply_recipe
 from mxfp8_recipe.monitors import JSONLSink, LiveTable, MonitorReport, NumericsMonitor, Sink, TensorBoardSink
-from mxfp8_recipe.monitors.sinks import scalars
+from mxfp8_recipe.monitors.live.sinks import scalars
 from numerics_tests.monitor_models import Ranker, loss_of, rows
 
 

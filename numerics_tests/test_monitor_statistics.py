@@ -15,12 +15,12 @@ from mxfp8_recipe.config import LinearPrecision
 from mxfp8_recipe.functional.listening import listening
 from mxfp8_recipe.fused.reference import dequantize, quantize
 from mxfp8_recipe.fused.spec import QuantSpec
-from mxfp8_recipe.monitors.collector import Collector
-from mxfp8_recipe.monitors.layer_report import pack, sites, unpack
+from mxfp8_recipe.monitors.live.collector import Collector
+from mxfp8_recipe.monitors.live.layer_report import pack, sites, unpack
+from mxfp8_recipe.monitors.live.predictions import PredictionTracker, prediction_sums
+from mxfp8_recipe.monitors.live.records import LayerStatistics, TensorStatistics
+from mxfp8_recipe.monitors.live.tensor_statistics import SLAB, sample_rows
 from mxfp8_recipe.monitors.metrics import calibration, log_loss, normalized_entropy
-from mxfp8_recipe.monitors.monitor_records import LayerStatistics, TensorStatistics
-from mxfp8_recipe.monitors.predictions import PredictionTracker, prediction_sums
-from mxfp8_recipe.monitors.tensor_statistics import SLAB, sample_rows
 from mxfp8_recipe.mx_tensor import MXTensor, Pending
 from numerics_tests.helpers import MLP
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mxfp8_recipe.monitors.alarms import AlarmLimits
-    from mxfp8_recipe.monitors.monitor import NumericsAlarm, NumericsMonitor
-    from mxfp8_recipe.monitors.monitor_records import Alarm, AlarmKind, MonitorReport
-    from mxfp8_recipe.monitors.sinks import JSONLSink, LiveTable, Sink, TensorBoardSink
+    from mxfp8_recipe.monitors.live.alarms import AlarmLimits
+    from mxfp8_recipe.monitors.live.monitor import NumericsAlarm, NumericsMonitor
+    from mxfp8_recipe.monitors.live.records import Alarm, AlarmKind, MonitorReport
+    from mxfp8_recipe.monitors.live.sinks import JSONLSink, LiveTable, Sink, TensorBoardSink
 
 _HOMES = {
-    "Alarm": "monitor_records",
-    "AlarmKind": "monitor_records",
-    "AlarmLimits": "alarms",
-    "JSONLSink": "sinks",
-    "LiveTable": "sinks",
-    "MonitorReport": "monitor_records",
-    "NumericsAlarm": "monitor",
-    "NumericsMonitor": "monitor",
-    "Sink": "sinks",
-    "TensorBoardSink": "sinks",
+    "Alarm": "live.records",
+    "AlarmKind": "live.records",
+    "AlarmLimits": "live.alarms",
+    "JSONLSink": "live.sinks",
+    "LiveTable": "live.sinks",
+    "MonitorReport": "live.records",
+    "NumericsAlarm": "live.monitor",
+    "NumericsMonitor": "live.monitor",
+    "Sink": "live.sinks",
+    "TensorBoardSink": "live.sinks",
 }
 
 __all__ = [

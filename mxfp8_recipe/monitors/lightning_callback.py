@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from mxfp8_recipe.monitors.monitor import NumericsMonitor
+from mxfp8_recipe.monitors.live.monitor import NumericsMonitor
 
 try:
     from lightning.pytorch import Callback  # pyright: ignore[reportMissingImports]

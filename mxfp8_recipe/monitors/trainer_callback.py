@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mxfp8_recipe.monitors.monitor import NumericsMonitor
-from mxfp8_recipe.monitors.predictions import logits_in
+from mxfp8_recipe.monitors.live.monitor import NumericsMonitor
+from mxfp8_recipe.monitors.live.predictions import logits_in
 
 try:
     from transformers import TrainerCallback  # pyright: ignore[reportMissingImports]

@@ -25,14 +25,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mxfp8_recipe.functional.listening import listen
-from mxfp8_recipe.monitors.alarms import AlarmLimits, Alarms
-from mxfp8_recipe.monitors.collector import Collector
-from mxfp8_recipe.monitors.demotion import DEMOTING, Demotions
-from mxfp8_recipe.monitors.dumps import dump_operands, dump_path
-from mxfp8_recipe.monitors.gradient_cosine import cosines, owners, powers
-from mxfp8_recipe.monitors.layer_report import Packed, Site, pack, sites, unpack
-from mxfp8_recipe.monitors.monitor_records import Alarm, AlarmKind, MonitorReport
-from mxfp8_recipe.monitors.predictions import (
+from mxfp8_recipe.monitors.live.alarms import AlarmLimits, Alarms
+from mxfp8_recipe.monitors.live.collector import Collector
+from mxfp8_recipe.monitors.live.demotion import DEMOTING, Demotions
+from mxfp8_recipe.monitors.live.dumps import dump_operands, dump_path
+from mxfp8_recipe.monitors.live.gradient_cosine import cosines, owners, powers
+from mxfp8_recipe.monitors.live.layer_report import Packed, Site, pack, sites, unpack
+from mxfp8_recipe.monitors.live.predictions import (
     SUMS,
     PredictionTracker,
     default_loss,
@@ -40,10 +39,17 @@ from mxfp8_recipe.monitors.predictions import (
     logits_in,
     prediction_sums,
 )
-from mxfp8_recipe.monitors.ranks import Ranks
-from mxfp8_recipe.monitors.shadow_pass import ShadowPass, TrainingCall, called_module, has_compiled_parts, plain_module
-from mxfp8_recipe.monitors.sinks import Sink, Sinks
-from mxfp8_recipe.monitors.tensor_statistics import SUMS as TENSOR_SUMS
+from mxfp8_recipe.monitors.live.ranks import Ranks
+from mxfp8_recipe.monitors.live.records import Alarm, AlarmKind, MonitorReport
+from mxfp8_recipe.monitors.live.shadow_pass import (
+    ShadowPass,
+    TrainingCall,
+    called_module,
+    has_compiled_parts,
+    plain_module,
+)
+from mxfp8_recipe.monitors.live.sinks import Sink, Sinks
+from mxfp8_recipe.monitors.live.tensor_statistics import SUMS as TENSOR_SUMS
 from mxfp8_recipe.swap import PLAN
 
 _NONFINITE = TENSOR_SUMS.index("nonfinite")

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from mxfp8_recipe.autograd import AttentionConfig, LinearConfig
 from mxfp8_recipe.modules import is_swapped
-from mxfp8_recipe.monitors.collector import Collector
-from mxfp8_recipe.monitors.monitor_records import LayerStatistics
-from mxfp8_recipe.monitors.tensor_statistics import (
+from mxfp8_recipe.monitors.live.collector import Collector
+from mxfp8_recipe.monitors.live.records import LayerStatistics
+from mxfp8_recipe.monitors.live.tensor_statistics import (
     MAXIMA,
     NOTHING,
     ROOTS,

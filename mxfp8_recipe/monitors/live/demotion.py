@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from mxfp8_recipe.monitors.monitor_records import Alarm, AlarmKind
+from mxfp8_recipe.monitors.live.records import Alarm, AlarmKind
 from mxfp8_recipe.swap import PLAN, demote
 
 DEMOTING = (

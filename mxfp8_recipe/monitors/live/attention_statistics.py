@@ -20,7 +20,7 @@ from mxfp8_recipe.fused.attention.reference import PROBS_EXPONENT
 from mxfp8_recipe.fused.attention.spec import AttentionSpec
 from mxfp8_recipe.fused.reference import dequantize, quantize_spec
 from mxfp8_recipe.fused.spec import QuantSpec, Rounding
-from mxfp8_recipe.monitors.tensor_statistics import Fields, fixed_scale_fields, peaks_of, tensor_fields
+from mxfp8_recipe.monitors.live.tensor_statistics import Fields, fixed_scale_fields, peaks_of, tensor_fields
 
 MOST_SCORES = 2**20
 """Scores that are computed again for one call."""

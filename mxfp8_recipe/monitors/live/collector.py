@@ -20,13 +20,13 @@ from mxfp8_recipe import backends
 from mxfp8_recipe.autograd import LinearConfig
 from mxfp8_recipe.functional.listening import AttentionCall, LinearCall, listening
 from mxfp8_recipe.fused.spec import QuantSpec
-from mxfp8_recipe.monitors.attention_statistics import (
+from mxfp8_recipe.monitors.live.attention_statistics import (
     AttentionSample,
     grad_scores_fields,
     probs_fields,
     sample_attention,
 )
-from mxfp8_recipe.monitors.tensor_statistics import (
+from mxfp8_recipe.monitors.live.tensor_statistics import (
     Fields,
     peaks_of,
     product_error,

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mxfp8_recipe.monitors.entropy import EPSILON, EntropySums
-from mxfp8_recipe.monitors.monitor_records import RunningMetrics, ShadowAgreement
+from mxfp8_recipe.monitors.live.records import RunningMetrics, ShadowAgreement
 
 IGNORED = -100
 """The label `F.cross_entropy` ignores."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from statistics import median
 
-from mxfp8_recipe.monitors.monitor_records import Alarm, AlarmKind, LayerStatistics, ShadowAgreement
+from mxfp8_recipe.monitors.live.records import Alarm, AlarmKind, LayerStatistics, ShadowAgreement
 
 PREDICTIONS = "predictions"
 """Stands for the tensor in alarms about a task."""

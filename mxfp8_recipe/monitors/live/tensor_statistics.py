@@ -25,7 +25,7 @@ from torch import Tensor
 from mxfp8_recipe import backends
 from mxfp8_recipe.fused.reference import dequantize, random_hadamard, scale_to_float
 from mxfp8_recipe.fused.spec import BLOCK, QuantSpec, ScaleRounding
-from mxfp8_recipe.monitors.monitor_records import TensorStatistics
+from mxfp8_recipe.monitors.live.records import TensorStatistics
 
 SLAB = 128
 """Rows that are sampled together: a multiple of every tile."""

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from mxfp8_recipe.monitors.monitor_records import MonitorReport
+from mxfp8_recipe.monitors.live.records import MonitorReport
 
 
 class Sink(Protocol):

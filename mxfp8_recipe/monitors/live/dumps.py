@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from mxfp8_recipe.monitors.collector import SUSPECT_ROWS, Collector
+from mxfp8_recipe.monitors.live.collector import SUSPECT_ROWS, Collector
 
 
 def dump_path(directory: Path, step: int, layer: str, tensor: str, rank: int) -> Path:

@@ -17,7 +17,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
 
 from mxfp8_recipe.functional.listening import Listener, listening
-from mxfp8_recipe.monitors.undisturbed import Autocast, RandomState, cuda_devices, high_precision, undisturbed
+from mxfp8_recipe.monitors.live.undisturbed import Autocast, RandomState, cuda_devices, high_precision, undisturbed
 
 Loss = Callable[[Tensor], Tensor]
 
