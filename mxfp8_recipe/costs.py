@@ -4,7 +4,7 @@
 `benchmarks/bench_cpu.py`. `hopper` multiplies FP8 at a rate that depends on how many elements along the
 contraction share a scale; its rates are read off `benchmarks/results/h200.jsonl`. `blackwell` is a prediction that
 nobody measured: public figures of a B200 times the share of such figures that an H200 reaches (docs/blackwell.md).
-`triton` is what its GEMM reaches where it multiplies in BF16; where the hardware multiplies MXFP8 it is faster.
+`triton` stands for other GPUs of that generation, of which the ratios are taken to be the same.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ class Rates:
     launch: float = 0.0
 
 
+_BLACKWELL = Rates(bf16_flops=1.5e15, mx_flops={32: 2.7e15, 128: 2.7e15}, quantized=2.3e12, launch=4e-6)
 RATES = {
     "reference": Rates(bf16_flops=160e9, mx_flops={32: 160e9, 128: 160e9}, quantized=0.3e9),
     "hopper": Rates(bf16_flops=700e12, mx_flops={32: 410e12, 128: 1050e12}, quantized=1.4e12, launch=4e-6),
-    "blackwell": Rates(bf16_flops=1.5e15, mx_flops={32: 2.7e15, 128: 2.7e15}, quantized=2.3e12, launch=4e-6),
-    "triton": Rates(bf16_flops=700e12, mx_flops={32: 180e12, 128: 180e12}, quantized=1.4e12, launch=4e-6),
+    "blackwell": _BLACKWELL,
+    "triton": _BLACKWELL,
 }
 
 

@@ -283,11 +283,11 @@ def test_fakes_have_the_layout_of_the_ops() -> None:
 
 
 CAPABILITIES = [
-    ((8, 0), "reference", "has no FP8 instructions", True),
-    ((8, 9), "triton", "same values as BF16: emulation", True),
+    ((8, 9), "reference", "the kernels need 9.0", True),
     ((9, 0), "hopper", "FP8 wgmma", False),
     ((10, 0), "blackwell", "cuBLAS multiplies MXFP8 blocks", False),
     ((10, 3), "blackwell", "cuBLAS multiplies MXFP8 blocks", False),
+    ((11, 0), "triton", "tl.dot_scaled multiplies MXFP8 blocks", False),
     ((12, 0), "triton", "tl.dot_scaled multiplies MXFP8 blocks", False),
 ]
 
@@ -307,8 +307,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize(("capability", "backend", "why", "emulates"), CAPABILITIES, ids=str)
 def test_each_gpu_gets_a_backend_and_is_told_why(
-    gpu: Any, capability: tuple[int, int], backend: str, why: str, emulates: bool
+    gpu: Any,
+    capability: tuple[int, int],
+    backend: str,
+    why: str,
+    emulates: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(table, "version", lambda name: "3.9.0")
     gpu(capability)
     choice = backends.choose(torch.device("cuda"))
     assert (choice.backend, choice.emulates) == (backend, emulates)
@@ -332,6 +338,15 @@ def test_an_old_cublas_is_said_with_its_remedy(gpu: Any, monkeypatch: pytest.Mon
     assert "no torch.nn.functional.scaled_mm; pip install 'torch>=2.11'" in str(backends.choose(torch.device("cuda")))
 
 
+def test_an_old_triton_is_said_with_its_remedy(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "version", lambda name: "3.6.0")
+    gpu((11, 0))
+    choice = backends.choose(torch.device("cuda"))
+    assert (choice.backend, choice.remedy) == ("reference", "pip install -U 'triton>=3.9'")
+    gpu((12, 0))
+    assert backends.select(torch.device("cuda")) == "triton"
+
+
 def test_doctor_names_the_backend_and_the_remedy(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu((10, 0), cuda="12.6")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -352,13 +367,13 @@ def test_a_gpu_without_triton_is_told_what_to_install(gpu: Any, monkeypatch: pyt
 
 
 def test_plan_and_apply_say_that_a_gpu_emulates(monkeypatch: pytest.MonkeyPatch) -> None:
-    choice = table._for_capability(8, 9)
+    choice = table._for_capability(8, 6)
     monkeypatch.setattr(backends, "choose", lambda device: choice)
     net = nn.Sequential(nn.Linear(64, 64))
     plan = plan_recipe(net)
     monkeypatch.setattr(type(plan), "gpu_emulates", property(lambda self: self.emulates))
     assert f"NOT NATIVE: {choice.why}" in str(plan)
-    with pytest.warns(UserWarning, match="multiplies the same values as BF16: emulation"):
+    with pytest.warns(UserWarning, match="compute capability 8.6, and the kernels need 9.0"):
         apply_recipe(net)
 
 

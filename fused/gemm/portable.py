@@ -1,6 +1,6 @@
 """MXFP8 GEMM on whatever Triton runs on: `tl.dot_scaled` on plain scales.
 
-Where the hardware multiplies MX operands (compute capability 10 and 12) it becomes that instruction; elsewhere (8.9, 9)
+Where the hardware multiplies MX operands (compute capability 10 and 12) it becomes that instruction; elsewhere (9)
 Triton upcasts to BF16, where a scaled element is still exact: emulation, for its results and not for its speed. Hopper
 has a kernel of its own, several times faster than this one there, and Blackwell's data center parts have another.
 """

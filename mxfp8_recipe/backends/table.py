@@ -1,7 +1,7 @@
 """Which callable runs each op on each backend: explicit, and what `mxfp8 doctor` prints.
 
 A backend is the set of callables for one kind of device: `reference` is plain torch and runs anywhere, `hopper`
-is for compute capability 9, `blackwell` for 10, `triton` for every other GPU with FP8 instructions (8.9, 12).
+is for compute capability 9, `blackwell` for 10, `triton` for every newer GPU.
 A device gets one backend, whole; an op it lacks is missing from the table and said so.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -148,30 +149,29 @@ def choose(device: torch.device) -> Choice:
 
 def _for_capability(major: int, minor: int) -> Choice:
     device = f"compute capability {major}.{minor}"
-    if (major, minor) < (8, 9):
-        why = f"plain torch, emulates MXFP8 by dequantizing to fp32: {device} has no FP8 instructions, 8.9 and newer do"
+    if major < 9:
+        why = f"plain torch, emulates MXFP8 by dequantizing to fp32: {device}, and the kernels need 9.0"
         return Choice("reference", why, emulates=True)
     if major == 9:
         return Choice("hopper", f"{device}: FP8 wgmma, whose partial sums are scaled in fp32")
     if major == 10:
         problem = _cublas_problem()
         if not problem:
-            return Choice(
-                "blackwell", f"{device}: cuBLAS multiplies MXFP8 blocks; compiled for it, never run on one"
-            )
+            return Choice("blackwell", f"{device}: cuBLAS multiplies MXFP8 blocks; compiled for it, never run on one")
         return Choice("triton", f"{device}: tl.dot_scaled multiplies MXFP8 blocks, since {problem[0]}", problem[1])
-    if major == 12:
-        return Choice("triton", f"{device}: tl.dot_scaled multiplies MXFP8 blocks")
-    return Choice("triton", f"{device}: tl.dot_scaled multiplies the same values as BF16: emulation", emulates=True)
+    if major == 11 and tuple(int(part) for part in version("triton").split(".")[:2]) < (3, 9):
+        why = f"plain torch, emulates MXFP8 by dequantizing to fp32: triton {version('triton')} does not know {device}"
+        return Choice("reference", why, "pip install -U 'triton>=3.9'", True)
+    return Choice("triton", f"{device}: tl.dot_scaled multiplies MXFP8 blocks; compiled for it, never run on one")
 
 
 def _cublas_problem() -> tuple[str, str] | None:
     """Why torch cannot have cuBLAS multiply MXFP8 blocks, and the remedy; None when it can."""
     if not hasattr(torch.nn.functional, "scaled_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm", "pip install 'torch>=2.11'"
-    version = torch.version.cuda or "0.0"
-    if tuple(int(part) for part in version.split(".")[:2]) < (12, 8):
-        return f"cuBLAS {version} cannot, 12.8 can", "install a torch built for CUDA 12.8 or newer"
+    cuda = torch.version.cuda or "0.0"
+    if tuple(int(part) for part in cuda.split(".")[:2]) < (12, 8):
+        return f"cuBLAS {cuda} cannot, 12.8 can", "install a torch built for CUDA 12.8 or newer"
     return None
 
 
