@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .direct import Direct, direct
+
 PLAIN = (Tensor, nn.Parameter)
 ALIGNMENT = 16
 """Bytes, or elements of an integer, that code may depend on the multiple of."""
@@ -90,13 +92,14 @@ class Record(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch whose arguments at `places` are `(position, slot, offset)`; descriptors are dicts of their fields."""
+    """A launch: addresses are `(position, slot, offset)`, descriptors have their fields in between."""
 
     compiled: Any
     grid: tuple[int, ...]
     args: tuple[Any, ...]
     addresses: tuple[tuple[int, int, int], ...]
     descriptors: tuple[tuple[int, type, dict[str, Any], int, int], ...]
+    direct: Direct | None = None
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,11 @@ class Tape:
         if self.workspace:
             tensors.append(torch.empty(self.workspace, dtype=torch.uint8, device=device))
         base = [0 if t is None else t.data_ptr() for t in tensors]
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
         for launch in self.launches:
+            if launch.direct is not None:
+                launch.direct(base, stream)
+                continue
             args = list(launch.args)
             for position, slot, offset in launch.addresses:
                 args[position] = base[slot] + offset
@@ -238,4 +245,5 @@ def _launch(
         else:
             fields = {name: value for name, value in vars(arg).items() if name != "base"}
             descriptors.append((i, type(arg), fields, slot, t.data_ptr() - base))
-    return Launch(compiled, grid, tuple(constants), tuple(addresses), tuple(descriptors))
+    short = direct(compiled, grid, constants, addresses, descriptors)
+    return Launch(compiled, grid, tuple(constants), tuple(addresses), tuple(descriptors), short)

@@ -22,7 +22,7 @@ class Compiled:
 
     function = packed_metadata = None
 
-    def run(self, *args: Any) -> None:
+    def run(self, *args: Any) -> None:  # has none of a launcher's attributes: not launched directly
         LAUNCHES.append((args[:3], *args[9:]))
 
 
@@ -122,3 +122,57 @@ def test_inputs_that_share_memory_are_not_recorded() -> None:
     call, flat = Replayed(two_launches), torch.zeros(64)
     call((flat[:32].view(4, 8), flat[32:]), (16,))
     assert list(call.tapes.values()) == [None]
+
+
+class Utilities:
+    """Triton's: encodes a descriptor, and counts how often."""
+
+    def __init__(self) -> None:
+        self.encoded: list[Any] = []
+
+    def fill_tma_descriptor(self, address: int, *rest: Any) -> tuple[str, int]:
+        self.encoded.append((address, *rest))
+        return "map", address
+
+
+def test_a_direct_launch_passes_what_triton_s_own_launcher_would() -> None:
+    triton = pytest.importorskip("triton")
+    if not triton.__version__.startswith("3.6"):
+        pytest.skip("the launcher of triton 3.6")
+    from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
+
+    calls: list[tuple[Any, ...]] = []
+    meta = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 64], "fp4_padded": False}
+    launcher = CudaLauncher.__new__(CudaLauncher)
+    launcher.global_scratch_size = launcher.profile_scratch_size = 0
+    launcher.global_scratch_align = launcher.profile_scratch_align = 1
+    launcher.num_ctas, launcher.launch_cooperative_grid, launcher.launch_pdl = 1, False, True
+    signature = {0: "*fp32", 1: "tensordesc<bf16[64, 64]>", 2: "i32"}
+    launcher.launch = wrap_handle_tensordesc(lambda *args: calls.append(args), signature, [meta])
+    compiled = SimpleNamespace(run=launcher, function=11, packed_metadata=("meta",))
+    utilities = Utilities()
+    driver = SimpleNamespace(active=SimpleNamespace(utils=utilities))
+
+    def body(x: Tensor) -> tuple[Tensor | None, ...]:
+        out = torch.empty(128, 64)
+        block = Block(out[64:], 0)
+        block.shape, block.strides, block.padding = (64, 64), (64, 1), "zero"  # pyright: ignore[reportAttributeAccessIssue]
+        launched(compiled, (3,), (x, block, 9))
+        return (out,)
+
+    with mock.patch.object(triton.runtime, "driver", driver):
+        call = Replayed(body)
+        for _ in range(3):
+            call((torch.zeros(8),), ())
+        (tape,) = call.tapes.values()
+        assert isinstance(tape, replay.Tape)
+        (launch_,) = tape.launches
+        assert launch_.direct is not None
+        base = [4096, 8192]
+        launch_.direct(base, 7)
+        launch_.direct(base, 7)
+        block = Block(SimpleNamespace(data_ptr=lambda: 8192 + 64 * 64 * 4), 0)  # pyright: ignore[reportArgumentType]
+        block.shape, block.strides, block.padding = (64, 64), (64, 1), "zero"  # pyright: ignore[reportAttributeAccessIssue]
+        launcher(3, 1, 1, 7, 11, ("meta",), None, None, None, 4096, block, 9)
+    assert calls[-1] == calls[-2] == calls[-3]
+    assert utilities.encoded[-1] == utilities.encoded[-2]
