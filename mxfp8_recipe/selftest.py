@@ -292,7 +292,7 @@ def check_linear(place: Place, name: str) -> Measures:
             if precision == BF16:
                 continue
             specs = [getattr(precision, operand) for _, _, operand in operands]
-            quantized = []
+            quantized = []  # what the GEMM reads, and the same bytes in the plain layout
             for stream, ((value, axis, _), spec) in enumerate(zip(operands, specs)):
                 seed = torch.tensor(20_240, device=place.device)
                 directions = (spec, None) if axis == -1 else (None, spec)
@@ -301,14 +301,14 @@ def check_linear(place: Place, name: str) -> Measures:
                 yield "bytes unlike the reference", differing(expected, tuple(found)), 0.0
                 plain = reference_ops.quantize_both(value, *directions, seed=seed, stream=stream)
                 at = 0 if axis == -1 else 2
-                quantized.append((found[at].view(spec.elem.dtype), found[at + 1], plain[at], plain[at + 1]))
+                quantized.append(((found[at].view(spec.elem.dtype), found[at + 1]), (plain[at], plain[at + 1])))
             if place.backend == INTERPRETER:
                 continue  # the GEMM has a check of its own there
-            (a, a_scale, *a_plain), (b, b_scale, *b_plain) = quantized
+            ((a, a_scale), a_plain), ((b, b_scale), b_plain) = quantized
             out = place.op("gemm")(
                 a, a_scale, b, b_scale, None, out_dtype=torch.float32, a_tile=specs[0].tile, b_tile=specs[1].tile
             )
-            yield "of the sum's bound", _of_bound(out, a_plain, b_plain, specs), 1.0
+            yield from _of_sum(out, a_plain, b_plain, specs)
 
 
 def check_portable(place: Place) -> Measures:
@@ -319,7 +319,7 @@ def check_portable(place: Place) -> Measures:
         a, b = (reference_ops.quantize_both(randn(place, rows, k), specs[0], None) for rows in (m, n))
         bias = torch.randn(n, device=place.device)
         out = gemm(a[0].view(specs[0].elem.dtype), a[1], b[0].view(specs[0].elem.dtype), b[1], bias)
-        yield "of the sum's bound", _of_bound(out, a, b, specs, bias), 1.0
+        yield from _of_sum(out, a, b, specs, bias)
 
 
 def check_epilogues(place: Place) -> Measures:
@@ -334,7 +334,7 @@ def check_epilogues(place: Place) -> Measures:
         operands = a[0].view(spec.elem.dtype), a[1], b[0].view(spec.elem.dtype), b[1]
         bias = torch.randn(n, device=place.device)
         out = run_kernel(*operands, bias, epilogue=Epilogue(), out_dtype=torch.float32)[0]
-        yield "of the sum's bound", _of_bound(out, a, b, [spec, spec], bias), 1.0
+        yield from _of_sum(out, a, b, [spec, spec], bias)
         residual = torch.randn(m, n).to(place.device, torch.bfloat16)
         for kind in ("relu",) if place.small else reference_ops.PLAIN_KINDS:
             epilogue = Epilogue(activation=kind, rowwise=spec, emit_sum=True)
@@ -411,11 +411,14 @@ def _relative(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
-def _of_bound(out: Tensor, a: Any, b: Any, specs: list[QuantSpec], bias: Tensor | None = None) -> float:
-    """Largest error of a sum in units of what it may be.
+def _of_sum(
+    out: Tensor, a: tuple[Tensor, ...], b: tuple[Tensor, ...], specs: list[QuantSpec], bias: Tensor | None = None
+) -> Measures:
+    """Largest error of a sum in units of what it may be, and the error of all in relation to the exact sums.
 
     FP8 tensor cores align the products of a step of 32 and the sum so far to the largest of them and, on Hopper, cut
-    each 13 bits below it; fp32 additions follow. What other tensor cores do is no worse.
+    each 13 bits below it, at most four steps in a row; fp32 additions follow. What other tensor cores do is no worse.
+    On random data errors average out: measured on an H200 relative errors are 3.1e-4 at most.
     """
     values = []
     for (qdata, scale), spec in zip((a[:2], b[:2]), specs):
@@ -424,5 +427,6 @@ def _of_bound(out: Tensor, a: Any, b: Any, specs: list[QuantSpec], bias: Tensor 
     magnitude = values[0].abs() @ values[1].abs().t()
     if bias is not None:
         exact, magnitude = exact + bias.double(), magnitude + bias.double().abs()
-    bound = magnitude * (33 * 2.0**-13 + (values[0].shape[1] / 32 + 34) * 2.0**-24) + 2.0**-40
-    return float(((out.double() - exact).abs() / bound).max())
+    bound = magnitude * (4 * 33 * 2.0**-13 + (values[0].shape[1] / 32 + 34) * 2.0**-24) + 2.0**-40
+    yield "of the sum's bound", float(((out.double() - exact).abs() / bound).max()), 1.0
+    yield "relative to the exact sums", _relative(out, exact), 1e-3
