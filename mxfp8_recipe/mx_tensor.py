@@ -245,6 +245,7 @@ class MXTensor(Traveling):
             consumer needs that too (`has_high`).
         qdata, scale: (M, K) and (M, K / 32) uint8, M the product of the leading dims: for a contraction over K.
         qdata_t, scale_t: (K, M) and (K, ceil(M / 32)) uint8: for a contraction over tokens. Empty if not emitted.
+            A backend may lay scales out otherwise and pad tokens, as its GEMM reads them (`backends.table.LAYOUTS`).
         rowwise, colwise: encoded specs of the two, `""` for one that was not emitted.
         quantized_from: dtype the value was rounded to before it was quantized.
         recompute: gives the high-precision value again, differentiably.
