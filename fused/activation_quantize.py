@@ -294,7 +294,7 @@ def _staged_forward(other: Tensor, inner: Tensor, y: Tensor, plan: launch.Emissi
     from ._activation_staged import activation_staged_kernel  # Gluon, which the interpreter does not have
 
     rows, cols = inner.shape
-    tile = launch.activation_staged_config(common["GATED"])
+    tile = launch.activation_staged_config(common["GATED"], plan.shared_rows)
     activation_staged_kernel[(-(-rows // launch.TOKENS) * -(-cols // 128),)](
         words(other), words(inner), words(y), plan.outputs[0].view(torch.int32), *plan.pointers[1:],
         rows, cols // 8, other.stride(0) // 8, inner.stride(0) // 8, plan.stride_t,

@@ -118,19 +118,21 @@ def activation_backward_config(gated: bool) -> TileConfig:
     return TileConfig(warps=8)
 
 
-def activation_staged_config(gated: bool) -> TileConfig:
-    """Four programs of 4 warps at 128 registers (GELU 65536 x 4096: 313 us; 8 warps 325 us); with a gate, whose second
-    tile leaves room for three, 8 warps at 80 (SwiGLU 206 us; 4 warps 208 us). Persistent programs that copy the next
-    tile meanwhile: 360 and 225 us.
+def activation_staged_config(gated: bool, shared_rows: bool) -> TileConfig:
+    """4 warps (GELU 65536 x 4096: 311 us at 128 registers, 315 us at 80 when rows share scales; 8 warps 322 us). With a
+    gate, whose second tile leaves room for three programs, 8 warps (SwiGLU 206 us; 4 warps 208 us). Persistent
+    programs that copy the next tile meanwhile: 360 and 225 us.
     """
-    return TileConfig(warps=8, options={"maxnreg": 80}) if gated else TileConfig(warps=4, options={"maxnreg": 128})
+    if gated:
+        return TileConfig(warps=8, options={"maxnreg": 80})
+    return TileConfig(warps=4, options={"maxnreg": 80 if shared_rows else 128})
 
 
 def activation_backward_staged_config(gated: bool) -> TileConfig:
-    """Three programs of 8 warps at 80 registers (GELU 65536 x 4096: 555 us; 128 registers 598 us, 4 warps 601 us); with
-    a gate two at 128 (SwiGLU 429 us; 4 warps 449 us). Persistent programs: 627 and 460 us.
+    """Three programs of 8 warps, which 72 registers allow (GELU 65536 x 4096: 539 us; two at 128: 598 us, 4 warps:
+    599 us); with a gate two at 128 (SwiGLU 429 us; 4 warps 449 us). Persistent programs: 627 and 460 us.
     """
-    return TileConfig(warps=8, options={"maxnreg": 128 if gated else 80})
+    return TileConfig(warps=8, options={"maxnreg": 128 if gated else 72})
 
 
 def quantize_staged_config(shared_rows: bool) -> TileConfig:
