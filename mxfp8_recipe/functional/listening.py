@@ -1,4 +1,4 @@
-"""Where a monitor hears the operands of MXFP8 ops: one listener, on the steps it samples.
+"""Where monitors hear the operands of MXFP8 ops, on the steps they sample.
 
 A listener changes no value, draws no random number and closes no edge. Compiled code never asks for one, so that it
 traces and runs the same whether or not somebody listens.
@@ -71,26 +71,50 @@ class Listener(Protocol):
     def attention(self, call: AttentionCall) -> None: ...
 
 
-_current: Listener | None = None
+_current: tuple[Listener, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Several:
+    """Tells each of several listeners."""
+
+    listeners: tuple[Listener, ...]
+
+    def linear(self, call: LinearCall) -> None:
+        for each in self.listeners:
+            each.linear(call)
+
+    def attention(self, call: AttentionCall) -> None:
+        for each in self.listeners:
+            each.attention(call)
 
 
 def listener() -> Listener | None:
     """Who listens now; nobody in compiled code."""
-    return None if torch.compiler.is_compiling() else _current
+    if not _current or torch.compiler.is_compiling():
+        return None
+    return _current[0] if len(_current) == 1 else _Several(_current)
 
 
-def listen(new: Listener | None) -> Listener | None:
-    """Make `new` the listener of the process, all its threads included; the one before."""
+def attach(new: Listener) -> None:
+    """Let `new` hear the whole process, all its threads included, beside those that listen already."""
     global _current
-    previous, _current = _current, new
-    return previous
+    if not any(each is new for each in _current):
+        _current = (*_current, new)
+
+
+def detach(old: Listener) -> None:
+    """End what `attach` began, if it did."""
+    global _current
+    _current = tuple(each for each in _current if each is not old)
 
 
 @contextmanager
 def listening(new: Listener | None) -> Iterator[None]:
-    """`listen` for the block."""
-    previous = listen(new)
+    """In the block `new` listens, and nobody else."""
+    global _current
+    previous, _current = _current, () if new is None else (new,)
     try:
         yield
     finally:
-        listen(previous)
+        _current = previous

@@ -92,20 +92,20 @@ class Collector:
 
     def linear(self, call: LinearCall) -> None:
         owner = self.names.get(call.owner)
-        if owner is None or not (self.forward_open or _in_backward()):
+        if owner is None or not (self.forward_open or in_backward()):
             return
         layer = ".".join(filter(None, (owner, call.part)))
         with self._aside(layer):
             whole = _high(call)
             weight, needs = call.weight.detach().to(call.dtype), (call.input.requires_grad, call.weight.requires_grad)
             held = _Held(sample_rows(whole, self.rows), weight, call.config, *needs)
-            if not (_in_backward() and layer in self.heard):
+            if not (in_backward() and layer in self.heard):
                 self._forward(layer, whole, held, call.repeated)
             if call.output.requires_grad:
                 call.output.register_hook(partial(self._gradient, layer, held))
 
     def attention(self, call: AttentionCall) -> None:
-        if not (self.forward_open or _in_backward()):
+        if not (self.forward_open or in_backward()):
             return
         layer = self.attention_names.get(call.config.layer, call.config.layer)
         with self._aside(layer):
@@ -113,7 +113,7 @@ class Collector:
             if sample is None:
                 return
             probs = probs_fields(sample)
-            if probs is not None and not (_in_backward() and layer in self.heard):
+            if probs is not None and not (in_backward() and layer in self.heard):
                 self._add((layer, "probs"), probs)
             if call.output.requires_grad:
                 call.output.register_hook(partial(self._attention_gradient, layer, sample))
@@ -214,6 +214,6 @@ def _any(config: LinearConfig) -> bool:
     return bool(config.dgrad[0] or config.wgrad[0])
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     """Whether autograd runs: a forward then is one that activation checkpointing repeats."""
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]

@@ -27,6 +27,11 @@ class Demotions:
             for layer, reason in owner.__dict__[PLAN].demoted.items():
                 self.reasons[".".join(filter(None, (prefix, layer)))] = reason
 
+    @property
+    def possible(self) -> bool:
+        """Whether a recipe was applied to `model`, or to something in it."""
+        return bool(self._owners)
+
     def demote(self, layer: str, alarm: Alarm | None) -> None:
         """Take `layer` back to BF16, for `alarm` or for one that another rank saw."""
         reason = "an alarm on another rank" if alarm is None else f"{alarm.kind.value} of {alarm.tensor}"

@@ -13,10 +13,10 @@ random state, buffers and optimizer stay as they would be without it, bit for bi
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,21 +24,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mxfp8_recipe.functional.listening import listen
+from mxfp8_recipe.autograd import AttentionConfig
+from mxfp8_recipe.functional.listening import attach, detach
 from mxfp8_recipe.monitors.live.alarms import AlarmLimits, Alarms
-from mxfp8_recipe.monitors.live.collector import Collector
+from mxfp8_recipe.monitors.live.collector import Collector, in_backward
+from mxfp8_recipe.monitors.live.comparison import STRAY, Given, Sampled, compare
 from mxfp8_recipe.monitors.live.demotion import DEMOTING, Demotions
 from mxfp8_recipe.monitors.live.dumps import dump_operands, dump_path
 from mxfp8_recipe.monitors.live.gradient_cosine import cosines, owners, powers
 from mxfp8_recipe.monitors.live.layer_report import Packed, Site, pack, sites, unpack
-from mxfp8_recipe.monitors.live.predictions import (
-    SUMS,
-    PredictionTracker,
-    default_loss,
-    is_classes,
-    logits_in,
-    prediction_sums,
-)
+from mxfp8_recipe.monitors.live.predictions import PredictionTracker, default_loss, logits_in
 from mxfp8_recipe.monitors.live.ranks import Ranks
 from mxfp8_recipe.monitors.live.records import Alarm, AlarmKind, MonitorReport
 from mxfp8_recipe.monitors.live.shadow_pass import (
@@ -53,6 +48,8 @@ from mxfp8_recipe.monitors.live.tensor_statistics import SUMS as TENSOR_SUMS
 from mxfp8_recipe.swap import PLAN
 
 _NONFINITE = TENSOR_SUMS.index("nonfinite")
+_THREAD = threading.local()
+"""`aside` is set while some monitor runs a model again in this thread: no monitor takes that for a training call."""
 Action = Literal["warn", "raise", "demote"]
 LossFunction = Callable[[Any, Tensor, Tensor | None], Tensor]
 
@@ -63,16 +60,6 @@ class NumericsAlarm(RuntimeError):
     def __init__(self, alarms: Sequence[Alarm]) -> None:
         super().__init__("\n".join(alarm.message for alarm in alarms))
         self.alarms = tuple(alarms)
-
-
-@dataclass
-class _Sampled:
-    """One call of the model on a sampled step, and what its shadow made of it."""
-
-    call: TrainingCall
-    output: Any = None
-    shadow: Any = None
-    replayed: bool = False
 
 
 class NumericsMonitor:
@@ -140,12 +127,16 @@ class NumericsMonitor:
         self._names = {module: name.replace("_orig_mod.", "") for name, module in self._plain.named_modules()}
         self._collector = self._new_collector()
         self._predictions = PredictionTracker(tasks, window)
-        self._device = next((p.device for p in self._plain.parameters()), torch.device("cpu"))
         self._handles: list[Any] = []
-        self._step, self._shadowing = 0, False
-        self._sampled: _Sampled | None = None
+        self._step = 0
+        self._sampled: Sampled | None = None
         self._notes: list[str] = []
         self._warned: set[str] = set()
+        if action == "demote" and sites(self._names) and not self._demotions.possible:
+            raise ValueError(
+                "model: got a part of the model that apply_recipe was given, expected all of it for action='demote', "
+                "which writes to its plan"
+            )
 
     def __enter__(self) -> NumericsMonitor:
         return self.start()
@@ -171,16 +162,23 @@ class NumericsMonitor:
 
     def close(self) -> None:
         """Take the hooks away and close the sinks; `with` calls it."""
+        if not self._handles:
+            return
         for handle in self._handles:
             handle.remove()
-        self._handles = []
-        listen(None)
+        self._handles, self._sampled = [], None
+        detach(self._collector)
+        self._collector = self._new_collector()
         self._sinks.close()
 
     @property
     def is_sampled(self) -> bool:
         """Whether the step under way will be reported."""
         return self._step % self.every == 0
+
+    @property
+    def _device(self) -> torch.device:
+        return next((p.device for p in self._plain.parameters()), torch.device("cpu"))
 
     @property
     def demoted(self) -> dict[str, str]:
@@ -208,9 +206,11 @@ class NumericsMonitor:
         """Count a step; on a sampled one, report. Call it once a step, after backward.
 
         Args:
-            logits: (B,), (B, T) or, over classes, (..., C), as the model gave them.
+            logits: (B,), (B, T) or, over classes, (..., C), as the model gave them: no probabilities. None: those that
+                were seen. Of several calls of the model since the last step, those of the last are compared.
             labels: of the same shape, in [0, 1]; or integers (...), -100 for none. None: no predictions are compared.
-            weights: of the labels' shape, or (B,); None for 1.
+            weights: of the labels' shape, or (B,); None for 1. Where 0, the row is padding or has no label for the
+                task, and the label may be anything.
             batch: the arguments of the model's call, which the monitor sees by itself unless the model was compiled in
                 place or runs in a CUDA graph: a tuple, a mapping of keywords, or a single argument.
 
@@ -218,20 +218,25 @@ class NumericsMonitor:
             The report, or None on steps between.
 
         Raises:
-            ValueError: shapes that do not fit, labels outside [0, 1]. NumericsAlarm: under `action="raise"`.
+            ValueError, TypeError: shapes that do not fit, labels outside [0, 1], no tensors. NumericsAlarm: under
+                `action="raise"`.
         """
         if not self._handles:
             raise RuntimeError("NumericsMonitor.step: the monitor is not attached; use it as a context manager")
+        for name, value in (("logits", logits), ("labels", labels), ("weights", weights)):
+            if value is not None and not isinstance(value, Tensor):
+                got = f"got {type(value).__name__} for {name}, expected a tensor"
+                raise TypeError(f"monitor.step: {got}; of several tasks, torch.stack([...], -1)")
         step, sampled, is_sampled = self._step, self._sampled, self.is_sampled
         self._step, self._sampled = step + 1, None
         if not is_sampled:
             return None
-        listen(None)
+        detach(self._collector)
         started = time.perf_counter()
         collector, self._collector = self._collector, self._new_collector()
         collector.forward_open = True  # of what is run again here
         try:
-            report, raised = self._report(step, sampled, collector, _Given(logits, labels, weights, batch), started)
+            report, raised = self._report(step, sampled, collector, Given(logits, labels, weights, batch), started)
         finally:
             self._notes = []
         if self._ranks.rank == 0:
@@ -248,22 +253,41 @@ class NumericsMonitor:
             if PLAN in module.__dict__:
                 inner = (name for name, _ in module.named_modules())
                 attention.update({name: ".".join(filter(None, (prefix, name))) for name in inner})
+        for module, name in self._names.items():  # of a part of the model, whose layers have their names from the whole
+            config = module.__dict__.get("mxfp8_config")
+            if isinstance(config, AttentionConfig):
+                attention.setdefault(config.layer, name)
         return Collector(self._names, attention, self.rows)
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _capturing():
             return
-        if module is not self._called or self._shadowing or not self.is_sampled or not torch.is_grad_enabled():
+        if module is not self._called or _aside() or not self.is_sampled or not torch.is_grad_enabled():
             return
-        self._sampled = _Sampled(TrainingCall.now(self._plain, args, kwargs))
+        if self._sampled is not None and self._is_besides(self._sampled):
+            return
+        self._sampled = Sampled(TrainingCall.now(self._plain, args, kwargs), training=module.training)
         self._collector.forward_open = True
-        listen(self._collector if self.statistics else None)
+        if self.statistics:
+            attach(self._collector)
+
+    def _is_besides(self, before: Sampled) -> bool:
+        """Whether a call after `before` is none of the training's: repeated in backward, or an evaluation with a graph.
+
+        Where the evaluation came first, what was heard of it is dropped.
+        """
+        if in_backward() or (before.training and not self._called.training):
+            return True
+        if self._called.training and not before.training:
+            detach(self._collector)
+            self._collector = self._new_collector()
+        return False
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         sampled = self._sampled
-        if module is not self._called or self._shadowing or sampled is None or not self._collector.forward_open:
+        if module is not self._called or _aside() or sampled is None or not self._collector.forward_open:
             return
         self._collector.forward_open = False
         sampled.output = output
@@ -273,14 +297,14 @@ class NumericsMonitor:
 
     def _aside(self, what: str, run: Callable[[], Any]) -> Any:
         """Run the model once more; an error there is a note in the report and no more."""
-        self._shadowing = True
+        _THREAD.aside = True
         try:
             return run()
         except Exception as error:
             self._note(f"{what}: {type(error).__name__}: {error}")
             return None
         finally:
-            self._shadowing = False
+            _THREAD.aside = False
 
     def _note(self, text: str) -> None:
         self._notes.append(text)
@@ -289,7 +313,7 @@ class NumericsMonitor:
             warnings.warn(f"NumericsMonitor: {text}", stacklevel=5)
 
     def _report(
-        self, step: int, sampled: _Sampled | None, collector: Collector, given: _Given, started: float
+        self, step: int, sampled: Sampled | None, collector: Collector, given: Given, started: float
     ) -> tuple[MonitorReport, list[Alarm]]:
         """The report of a step, and the alarms raised on it."""
         before = collector.seconds
@@ -298,15 +322,23 @@ class NumericsMonitor:
         gradients = self._gradient_powers(sampled, collector, given, modules)
         rows, device = sites(self._names), self._device
         packed = pack(collector, rows, device)
-        compared = self._compare(sampled, given)
+        compared = compare(sampled, given, self._logits_of, device)
         holder = torch.where(packed.sums[:, _NONFINITE] > 0, float(self._ranks.rank), -1.0)
         keys = [(site.layer, tensor) for site in rows for tensor in site.tensors]
         places = {key: float(place) for place, key in enumerate(collector.fields)}
         order = torch.tensor([places.get(key, -1.0) for key in keys], dtype=torch.float64, device=device)
         read = self._ranks.read(
             {"sums": packed.sums, "errors": packed.errors, "rows": compared.sums, "gradients": gradients},
-            {"maxima": packed.maxima, "largest": compared.largest, "holder": holder, "order": order},
+            {"maxima": packed.maxima, "largest": compared.largest, "holder": holder, "order": order}
+            | {"strays": compared.strays},
         )
+        if read["strays"].item() > STRAY:
+            self._note(
+                "step was given other logits than the model's last call gave, which are compared instead; give what it "
+                "returned, no probabilities, with the labels of that call, or say logits_of=lambda output: ..."
+            )
+        if not rows and not self._demotions.possible:
+            self._note("the model has no MXFP8 layer; apply_recipe comes before the monitor")
         for problem in collector.problems.values():
             self._note(problem)
         layers = unpack(Packed(read["sums"], read["maxima"], read["errors"]), rows)
@@ -332,7 +364,7 @@ class NumericsMonitor:
         )
         return report, raised
 
-    def _complete(self, sampled: _Sampled | None, collector: Collector, given: _Given) -> _Sampled | None:
+    def _complete(self, sampled: Sampled | None, collector: Collector, given: Given) -> Sampled | None:
         """The sampled call, with what the training's own forward did not show run again."""
         heard = collector if self.statistics else None
         if sampled is None:
@@ -343,7 +375,7 @@ class NumericsMonitor:
                 )
                 return None
             call = TrainingCall.of_batch(self._plain, given.batch)
-            sampled = _Sampled(call, replayed=True)
+            sampled = Sampled(call, replayed=True)
             sampled.output = self._aside("probe", lambda: self._shadow_pass.probe(call, heard))
             sampled.shadow = self._aside("shadow", lambda: self._shadow_pass.shadow(call))
         elif (
@@ -356,7 +388,7 @@ class NumericsMonitor:
         return sampled
 
     def _gradient_powers(
-        self, sampled: _Sampled | None, collector: Collector, given: _Given, modules: list[Any]
+        self, sampled: Sampled | None, collector: Collector, given: Given, modules: list[Any]
     ) -> Tensor:
         """What the cosines are made of; zeros where the gradients could not be had."""
         nothing = torch.zeros(len(modules), 3, dtype=torch.float64, device=self._device)
@@ -387,32 +419,6 @@ class NumericsMonitor:
             self._note("backward: no parameter got a gradient; checkpoint with use_reentrant=False")
         return powers(modules, mxfp8, shadow).to(self._device)
 
-    def _compare(self, sampled: _Sampled | None, given: _Given) -> _Compared:
-        """Sums over the rows of this step."""
-        if given.labels is None:
-            return _Compared.nothing(0, self._device)
-        logits = self._logits(sampled, given)
-        shadow = None if sampled is None or sampled.shadow is None else self._logits_of(sampled.shadow)
-        classes = logits.shape[-1] if is_classes(logits, given.labels) else 0
-        columns = 1 if classes or logits.dim() < 2 else logits.shape[-1]
-        if shadow is None:
-            return _Compared.nothing(columns, self._device)
-        if shadow.numel() != logits.numel():
-            shapes = f"got logits {tuple(logits.shape)}, expected those the model gives, {tuple(shadow.shape)}"
-            raise ValueError(f"monitor.step: {shapes}; say logits_of=lambda output: ... to name them")
-        values = (logits, shadow.reshape(logits.shape), given.labels, given.weights)
-        moved = (x if x is None else x.to(self._device) for x in values)
-        return _Compared(*prediction_sums(*moved), classes)  # pyright: ignore[reportArgumentType]
-
-    def _logits(self, sampled: _Sampled | None, given: _Given) -> Tensor:
-        """Those of the call that is compared: what `step` was given, or what the replayed call gave."""
-        assert given.labels is not None
-        if sampled is not None and sampled.output is not None and (sampled.replayed or given.logits is None):
-            return self._logits_of(sampled.output)
-        if given.logits is None:
-            raise ValueError("monitor.step: got labels without logits, and the model's own were not seen")
-        return given.logits
-
     def _with_dump(self, alarm: Alarm, collector: Collector, holders: dict[tuple[str, str], float]) -> Alarm:
         """The alarm with the file of its operands, which the last rank that holds such a block writes."""
         if alarm.kind is not AlarmKind.NONFINITE or alarm.cleared:
@@ -422,7 +428,7 @@ class NumericsMonitor:
         try:
             if rank == self._ranks.rank:
                 dump_operands(path, collector, alarm.step, alarm.layer, alarm.tensor)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # torch.save has both
             self._note(f"dump: {error}")
             return alarm
         return alarm.model_copy(update={"dump": str(path), "message": f"{alarm.message}; operands in {path}"})
@@ -443,28 +449,13 @@ class NumericsMonitor:
                         self.alarms.forget(site.layer)
 
 
-@dataclass(frozen=True)
-class _Given:
-    """What `step` was called with."""
-
-    logits: Tensor | None
-    labels: Tensor | None
-    weights: Tensor | None
-    batch: Any
+def _aside() -> bool:
+    return getattr(_THREAD, "aside", False)
 
 
-@dataclass(frozen=True)
-class _Compared:
-    """(len(SUMS), T) sums and (T,) largest errors of this rank's rows; `classes` as `RunningPredictions` has it."""
-
-    sums: Tensor
-    largest: Tensor
-    classes: int
-
-    @classmethod
-    def nothing(cls, columns: int, device: torch.device) -> _Compared:
-        zeros = torch.zeros(len(SUMS), columns, dtype=torch.float64, device=device)
-        return cls(zeros, zeros[0], 0)
+def _capturing() -> bool:
+    """Whether a CUDA graph is being captured, whose replays no hook sees."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class _Inert:

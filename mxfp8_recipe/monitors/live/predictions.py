@@ -2,7 +2,8 @@
 
 Labels in [0, 1] of the logits' shape make each column a binary task. Integer labels with one dim less than the logits
 make one task over classes (`IGNORED` labels take no part): its p is the probability of the predicted class and its y
-whether that was right, so that calibration is confidence over accuracy.
+whether that was right, so that calibration is confidence over accuracy. Rows of weight 0 take no part in a task: they
+are padding, or have no label for it, and may hold any label or NaN.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from mxfp8_recipe.monitors.live.records import RunningMetrics, ShadowAgreement
 
 IGNORED = -100
 """The label `F.cross_entropy` ignores."""
+
+MOST_LOGITS = 2**22
+"""Logits over classes that are compared at a time."""
 
 ROW_SUMS = ("rows", "error", "square", "weight", "gap", "gap_square", "invalid", "nonfinite")
 SIDE_SUMS = ("cross_entropy", "positives", "negatives", "predicted", "entropy", "variance")
@@ -61,12 +65,14 @@ def prediction_sums(logits: Tensor, shadow: Tensor, labels: Tensor, weights: Ten
     both = torch.stack([x.detach().reshape(-1, columns).double() for x in (logits, shadow)])
     y = labels.detach().reshape(-1, columns).double()
     w = torch.ones_like(y) if weights is None else _weights(weights, y)
-    finite = both.isfinite().all(0)
+    taken = w != 0
+    y = y.where(taken, 0.0)
+    finite = both.isfinite().all(0) & taken
     p = both.nan_to_num(0.0).sigmoid()
     clamped = p.clamp(EPSILON, 1 - EPSILON)
     sides = [_Side(_cross_entropy(y, c), q, y, _cross_entropy(c, c)) for q, c in zip(p, clamped)]
     invalid = ~((y >= 0) & (y <= 1)) | ~((w >= 0) & w.isfinite())
-    return _summed((both[0] - both[1]).where(finite, 0.0), w * finite, invalid, finite, *sides)
+    return _summed((both[0] - both[1]).where(finite, 0.0), w * finite, invalid, finite, taken & ~finite, *sides)
 
 
 def _cross_entropy(y: Tensor, p: Tensor) -> Tensor:
@@ -92,49 +98,70 @@ def logits_in(output: Any) -> Tensor:
 
 
 def is_classes(logits: Tensor, labels: Tensor) -> bool:
-    """Whether labels are numbers of classes."""
-    return not labels.is_floating_point() and labels.dim() == logits.dim() - 1 and labels.shape == logits.shape[:-1]
+    """Whether labels are numbers of classes: (B,) for (B, 1) are one binary task."""
+    whole = not labels.is_floating_point() and logits.dim() > 0
+    return whole and labels.shape == logits.shape[:-1] and logits.shape[-1] != 1
 
 
 def default_loss(logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
     """Mean cross entropy of logits as `prediction_sums` reads them."""
     if is_classes(logits, labels):
-        return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED)
+        rows, y = logits.flatten(0, -2).float(), labels.flatten()
+        if weights is None:
+            return F.cross_entropy(rows, y, ignore_index=IGNORED)
+        w = _weights(weights, y.float())
+        losses = F.cross_entropy(rows, y.where(w != 0, IGNORED), ignore_index=IGNORED, reduction="none")
+        return (losses * w).mean()
     y = labels.reshape(logits.shape).float()
     w = None if weights is None else _weights(weights, y).float()
+    y = y if w is None else y.where(w != 0, 0.0)
     return F.binary_cross_entropy_with_logits(logits.float(), y, w)
 
 
 def _weights(weights: Tensor, like: Tensor) -> Tensor:
+    if weights.numel() not in (like.numel(), len(like)):
+        got = f"got weights {tuple(weights.shape)} for {len(like)} rows of {like[0:1].numel()} labels"
+        raise ValueError(f"monitor.step: {got}, expected one a label, or one a row")
     w = weights.detach().to(like.dtype)
     return w.reshape(like.shape) if w.numel() == like.numel() else w.reshape(-1, 1).expand_as(like)
 
 
 def _classes(logits: Tensor, shadow: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Some rows at a time: in fp64 the logits over a vocabulary would outgrow the training."""
     y = labels.detach().flatten()
-    taken = (y != IGNORED).double()
-    w = (taken if weights is None else taken * weights.detach().flatten().double()).unsqueeze(1)
-    target = y.clamp(min=0).unsqueeze(1)
-    both = torch.stack([x.detach().flatten(0, -2).double() for x in (logits, shadow)])
-    finite = both.isfinite().all(0).all(-1, keepdim=True)
+    w = torch.ones_like(y, dtype=torch.float64) if weights is None else _weights(weights, y.double()).flatten()
+    parts = [x.detach().flatten(0, -2) for x in (logits, shadow)]
+    rows = max(MOST_LOGITS // logits.shape[-1], 1)
+    pieces = [_some_classes(*piece) for piece in zip(*(x.split(rows) for x in (*parts, y, w)))]
+    sums, largest = zip(*pieces)
+    return torch.stack(sums).sum(0), torch.stack(largest).amax(0)
+
+
+def _some_classes(logits: Tensor, shadow: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    classes = logits.shape[-1]
+    w = torch.where(y != IGNORED, w, 0.0).unsqueeze(1)
+    taken, y = w != 0, y.unsqueeze(1)
+    target = y.clamp(0, classes - 1)
+    both = torch.stack([logits.double(), shadow.double()])
+    finite = both.isfinite().all(0).all(-1, keepdim=True) & taken
     sides = []
     for log_p in both.where(finite, 0.0).log_softmax(-1):
         top = log_p.max(-1, keepdim=True)
         entropy = -(log_p.exp() * log_p).sum(-1, keepdim=True)
         sides.append(_Side(-log_p.gather(1, target), top.values.exp(), (top.indices == target).double(), entropy))
-    rows = (w > 0) & finite
-    error = (both[0] - both[1]).where(rows, 0.0)
-    sums, largest = _summed(error.mean(-1, keepdim=True), w * finite, ~(w >= 0), finite, *sides)
+    error = (both[0] - both[1]).where(finite, 0.0)
+    invalid = (target != y) & taken | ~((w >= 0) & w.isfinite())
+    sums, largest = _summed(error.mean(-1, keepdim=True), w * finite, invalid, finite, taken & ~finite, *sides)
     sums[ROW_SUMS.index("square")] = error.square().mean(-1, keepdim=True).sum(0)
-    sums[ROW_SUMS.index("rows")] = rows.double().sum(0)
     return sums, error.abs().amax().reshape(1) if error.numel() else largest
 
 
 def _summed(
-    error: Tensor, w: Tensor, invalid: Tensor, finite: Tensor, mxfp8: _Side, shadow: _Side
+    error: Tensor, w: Tensor, invalid: Tensor, seen: Tensor, nonfinite: Tensor, mxfp8: _Side, shadow: _Side
 ) -> tuple[Tensor, Tensor]:
     gap = w * (mxfp8.cross_entropy - shadow.cross_entropy)
-    columns = [finite.double(), error, error.square(), w, gap, gap.square(), invalid.double(), (~finite).double()]
+    counts = invalid.double(), nonfinite.double()
+    columns = [seen.double(), error, error.square(), w, gap, gap.square(), *counts]
     for side in (mxfp8, shadow):
         columns += [
             w * side.cross_entropy,
@@ -237,8 +264,8 @@ class PredictionTracker:
         invalid = int(sums[ROW_SUMS.index("invalid")].sum())
         if invalid:
             raise ValueError(
-                f"monitor.step: got {invalid} labels outside [0, 1], or weights that are negative or not finite; "
-                "expected probabilities of a positive, and weights of at least 0"
+                f"monitor.step: got {invalid} labels outside [0, 1] or of no class, or weights negative or not finite; "
+                "expected probabilities of a positive, and weights of at least 0, 0 where there is no label"
             )
         if self.tasks is not None and len(self.tasks) != count:
             raise ValueError(f"tasks: got {len(self.tasks)} names for logits with {count} columns")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from rich import box
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -29,7 +30,10 @@ class Sink(Protocol):
 
 
 class JSONLSink:
-    """One JSON object a report, appended to `path`; NaN and infinity as Python's `json` reads them."""
+    """One JSON object a report, appended to `path`; NaN and infinity as Python's `json` reads them.
+
+    `MonitorReport.model_validate_json` reads a line back.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -62,9 +66,11 @@ class TensorBoardSink:
             raise ModuleNotFoundError(
                 'TensorBoardSink needs tensorboard: pip install "mxfp8-recipe[tensorboard]"', name="tensorboard"
             ) from error
-        self._writer = SummaryWriter(str(log_dir))
+        self.log_dir, self._open, self._writer = str(log_dir), SummaryWriter, None
 
     def write(self, report: MonitorReport) -> None:
+        if self._writer is None:  # not before: ranks whose sinks are given nothing leave no empty files
+            self._writer = self._open(self.log_dir)
         for tag, value in scalars(report):
             if math.isfinite(value):
                 self._writer.add_scalar(tag, value, report.step)
@@ -73,7 +79,9 @@ class TensorBoardSink:
         self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
 
 def scalars(report: MonitorReport) -> Iterator[tuple[str, float]]:
@@ -101,6 +109,8 @@ def _numbers(prefix: str, values: dict[str, Any]) -> Iterator[tuple[str, float]]
 class LiveTable:
     """A table in the terminal that each report redraws: predictions, the layers with the lowest SQNR, alarms.
 
+    In a log file, one table a report.
+
     Args:
         console: where; default the standard error. layers: how many rows.
     """
@@ -110,6 +120,9 @@ class LiveTable:
         self._live: Live | None = None
 
     def write(self, report: MonitorReport) -> None:
+        if not self.console.is_terminal:
+            self.console.print(render(report, self.layers))
+            return
         if self._live is None:
             self._live = Live(console=self.console, auto_refresh=False)
             self._live.start()
@@ -131,18 +144,24 @@ def render(report: MonitorReport, layers: int = 12) -> Group:
 
 
 def _predictions(report: MonitorReport) -> Table:
-    table = Table(title=f"step {report.step}: MXFP8 against its BF16 shadow")
-    for name in ("task", "logit RMS", "logit mean", "dCE", "p ratio", "NE", "NE shadow", "calibration", "shadow's"):
-        table.add_column(name, justify="left" if name == "task" else "right")
+    table = _table(f"step {report.step}: MXFP8 against its BF16 shadow")
+    for name in ("task", "logit RMS", "logit mean", "dCE", "p ratio", "NE", "shadow NE", "calib.", "shadow calib."):
+        table.add_column(name, justify="left" if name == "task" else "right", overflow="fold")
     for t in report.predictions:
-        figures = (t.logit_rms, t.logit_mean, t.cross_entropy, t.calibration)
-        running = (t.mxfp8.normalized_entropy, t.shadow.normalized_entropy, t.mxfp8.calibration, t.shadow.calibration)
-        table.add_row(t.task, *(_short(value) for value in (*figures, *running)))
+        figures = (f"{value:.3g}" for value in (t.logit_rms, t.logit_mean, t.cross_entropy))
+        running = (
+            t.calibration,
+            t.mxfp8.normalized_entropy,
+            t.shadow.normalized_entropy,
+            t.mxfp8.calibration,
+            t.shadow.calibration,
+        )
+        table.add_row(t.task, *figures, *(_short(value) for value in running))
     return table
 
 
 def _layers(report: MonitorReport, most: int) -> Table:
-    table = Table(title="tensors with the lowest SQNR")
+    table = _table("tensors with the lowest SQNR")
     for name in ("layer", "tensor", "SQNR dB", "amax", "scales 2^", "underflow", "saturation", "NaN/Inf blocks"):
         table.add_column(name, justify="left" if name in ("layer", "tensor") else "right", overflow="fold")
     rows = [(layer.layer, name, t) for layer in report.layers for name, t in layer.tensors.items()]
@@ -152,6 +171,11 @@ def _layers(report: MonitorReport, most: int) -> Table:
         shares = (f"{t.underflow_frac:.2%}", f"{t.saturation_frac:.2%}", str(t.nonfinite_blocks))
         table.add_row(layer or "(root)", name, _short(t.sqnr_db), _short(t.amax), scales, *shares)
     return table
+
+
+def _table(title: str) -> Table:
+    """Narrow: no figure of the usual length is cut in 80 columns."""
+    return Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
 
 
 def _short(value: float | None) -> str:
@@ -178,9 +202,9 @@ class Sinks:
                 self._close(sink)
 
     def close(self) -> None:
-        """Close every sink."""
-        while self._open:
-            self._close(self._open.pop())
+        """Close every sink; one that is given a report again begins anew."""
+        for sink in self._open:
+            self._close(sink)
 
     def _close(self, sink: Sink) -> None:
         try:
