@@ -135,8 +135,8 @@ def test_every_core_op_has_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_check_runs_interpreted_in_a_process_of_its_own() -> None:
     pytest.importorskip("triton")
-    outcomes = selftest.run(Place(INTERPRETER, "cpu"), jobs=1, only="norm rms 1x32")
-    assert {outcome.unit for outcome in outcomes} >= {"units in the last place", "bytes unlike the reference"}
+    outcomes = selftest.run(Place(INTERPRETER, "cpu"), jobs=1, only="activation relu 1x32")
+    assert {outcome.unit for outcome in outcomes} >= {"units in the last place", "bytes unlike quantize"}
     assert all(outcome.passed for outcome in outcomes), outcomes
     with pytest.raises(ValueError, match="expected part of one of"):
         selftest.run(CPU, only="nothing like it")
