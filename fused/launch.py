@@ -143,10 +143,18 @@ def quantize_staged_config(shared_rows: bool) -> TileConfig:
 
 
 def norm_staged_config(shared_rows: bool, flags: dict[str, Any]) -> TileConfig | None:
-    """At 64 registers four programs fit a multiprocessor (1 x 128: 68 %; three: 67 %; `norm_tile_kernel`: 57 %). None
-    without 1 x N rows: there `norm_tile_kernel` is faster (71 against 66 %), unless it has to store single bytes.
+    """At 64 registers four programs fit a multiprocessor (1 x 128: 65536 x 2048 68 %, 16384 x 4096 65 %;
+    `norm_tile_kernel` 57 and 56 %). None without 1 x N rows: there `norm_tile_kernel` is faster (65536 x 1024: 71
+    against 66 %), unless it has to store single bytes.
     """
     return None if shared_rows and flags["T_ALIGN"] == 16 else TileConfig(warps=8, options={"maxnreg": 64})
+
+
+def norm_group_config(features: int) -> TileConfig | None:
+    """Four programs of 4 warps fit a multiprocessor. None for wide rows: the sums that each program reads grow with the
+    group. Not timed yet; with `norm_staged_kernel` 65536 x 1024 takes 68 % and 262144 x 512 takes 73 %.
+    """
+    return TileConfig(warps=4) if features <= 1024 else None
 
 
 def stageable(x: Tensor, flags: dict[str, Any]) -> bool:
@@ -186,7 +194,7 @@ what they read, 32 to 64 KiB each, is still in the L2 cache (32x32: 250 give 68 
 
 
 STAGED_LEAD_PROGRAMS = 550
-"""The same for the staged kernel, of which more are in flight (400 give 67 %, 550 68 %, 800 65 %)."""
+"""The same for the staged kernel, of which more are in flight (1 x 128: 400 give 67 %, 550 68 %, 800 65 %)."""
 
 
 @dataclass
@@ -203,11 +211,6 @@ class Roles:
 def summing_programs(features: int) -> int:
     """Programs that share the row statistics of a strip, so that one reads about what a tile program does."""
     return min(TOKENS, max(4, next_power_of_2(features) // 256))
-
-
-def staged_summing_programs(features: int) -> int:
-    """As many as tile programs, so that a summing program of 8 warps holds all its rows at once."""
-    return min(TOKENS, max(4, next_power_of_2(features) // 128))
 
 
 def plan_roles(
