@@ -4,8 +4,9 @@ Forward moves itemsize bytes in (twice that for a gated kind) and 1 + 1/32 out p
 Backward reads grad_y and the forward's input once and writes, as asked, dx, its MXFP8 in both orientations, bias
 gradient partial sums per 128 tokens, and the activation's transposed qdata, which wgrad of the next projection
 then need not have kept.
-Results equal `reference_ops` within one unit in the last place of the rounded dtype; given the same rounded values,
-bitwise.
+The tile kernels here take any dtype; bf16 on Hopper or later goes to those of `_activation_staged`, whose bits are the
+same. Results equal `reference_ops` within one unit in the last place of the rounded dtype; given the same rounded
+values, bitwise.
 """
 
 # ruff: noqa: D103
