@@ -31,6 +31,7 @@ from ._device import (
     row_index,
     store_rows,
     store_rows_until,
+    sum_tokens,
     unpack,
 )
 from ._row_stats import sum_strips
@@ -160,19 +161,6 @@ def emit_gradient(
         d0, d1, d2, d3, row0, out0, M, OUT2, MT, q_ptr, s_ptr, qt_ptr, st_ptr, DTYPE,
         R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN, SWIZZLED, REPS,
     )  # fmt: skip
-
-
-@triton.jit
-def sum_tokens(w0, w1, w2, w3, line_ptr, col0, K, DTYPE: tl.constexpr):
-    """Store the sums over the 128 tokens of four (32, 64) subtiles of words."""
-    l0, h0 = unpack(w0, DTYPE)
-    l1, h1 = unpack(w1, DTYPE)
-    l2, h2 = unpack(w2, DTYPE)
-    l3, h3 = unpack(w3, DTYPE)
-    lo = tl.sum((l0 + l1) + (l2 + l3), axis=0)
-    hi = tl.sum((h0 + h1) + (h2 + h3), axis=0)
-    cols = tl.arange(0, 128)
-    tl.store(line_ptr + col0 + cols, tl.reshape(tl.join(lo, hi), (128,)), mask=col0 + cols < K)
 
 
 @kernel(do_not_specialize=SCALARS)
