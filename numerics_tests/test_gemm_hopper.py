@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def hopper() -> None:
         pytest.skip(f"wgmma is Hopper's; this device has compute capability {major}")
 
 
-def gemm(*args: object, **kwargs: object) -> Tensor:
+def gemm(*args: Any, **kwargs: Any) -> Tensor:
     from mxfp8_recipe.fused.gemm import hopper
 
     return hopper.gemm(*args, **kwargs)
