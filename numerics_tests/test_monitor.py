@@ -97,7 +97,8 @@ def test_fifty_steps_are_bitwise_the_same(kind: str) -> None:
     assert same_state(within, without) == []
     assert [report.step for report in reports] == [0, 10, 20, 30, 40]
     assert all(report.layers and not report.notes for report in reports)
-    assert all(p.logit_rms > 0 for report in reports for p in report.predictions)
+    assert all((p.logit_rms > 0) == (p.rows > 0) for report in reports for p in report.predictions)
+    assert all(report.predictions[0].rows for report in reports)
     seen = {name for layer in reports[-1].layers for name in layer.tensors}
     assert {"input", "weight", "grad_output"} <= seen
     assert ({"probs", "grad_scores"} <= seen) == (kind != "mlp")

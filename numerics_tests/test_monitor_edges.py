@@ -18,6 +18,7 @@ from mxfp8_recipe import apply_recipe
 from mxfp8_recipe.functional.listening import listener
 from mxfp8_recipe.monitors import JSONLSink, LiveTable, MonitorReport, NumericsMonitor, TensorBoardSink
 from mxfp8_recipe.monitors.live import predictions
+from mxfp8_recipe.monitors.live.alarms import Alarms
 from mxfp8_recipe.monitors.live.predictions import IGNORED, PredictionTracker, default_loss, prediction_sums
 from numerics_tests.monitor_models import Ranker, loss_of, rows
 
@@ -251,6 +252,19 @@ def test_a_table_in_a_log_file() -> None:
     assert "…" not in text
     for value in (seen.logit_rms, seen.logit_mean, seen.cross_entropy):
         assert f" {value:.3g} " in text
+
+
+@pytest.mark.parametrize(("labeled", "expected"), [(20, set()), (2000, {"flattening"})])
+def test_a_task_with_few_labels_is_not_compared_with_its_past(labeled: int, expected: set[str]) -> None:
+    """What twenty rows tell apart swings from batch to batch; the shadow swings along."""
+    torch.manual_seed(0)
+    alarms, tracker, found = Alarms(), PredictionTracker(["buy"], 1), []
+    for step in range(30):
+        logits = torch.randn(labeled) * (3.0 if step < 20 else 0.5)
+        sums, largest = prediction_sums(logits, logits, torch.sigmoid(logits), None)
+        (seen,) = tracker.add(sums, largest, 0)
+        found += alarms.check_predictions(step, seen, tracker.running[0].window_sums())
+    assert {alarm.kind.value for alarm in found} == expected
 
 
 def test_nothing_grows() -> None:

@@ -38,6 +38,7 @@ class AlarmLimits:
         flattening: share of the predictions' information (1 - their mean entropy over that of their mean, or of
             equally likely classes) lost against the shadow, or against the median of the last quiet reports.
         settling: reports before predictions are compared with earlier ones: a training starts far from where it stays.
+        settling_rows: rows of a task, labeled, that the window must hold to be compared with earlier ones.
         patience: reports in a row. baseline: quiet reports the median is taken of.
     """
 
@@ -52,6 +53,7 @@ class AlarmLimits:
     calibration_sigmas: float = 5.0
     flattening: float = 0.5
     settling: int = 10
+    settling_rows: int = 256
     patience: int = 2
     baseline: int = 20
 
@@ -219,7 +221,7 @@ class Alarms:
 
     def _flattening(self, subject: Subject, s: dict[str, float], classes: int) -> _Crossing:
         mxfp8, shadow = _information(s, "mxfp8", classes), _information(s, "shadow", classes)
-        settled = self.reports[subject[1]] >= self.limits.settling
+        settled = self.reports[subject[1]] >= self.limits.settling and s["rows"] >= self.limits.settling_rows
         reference = max(shadow, (self._baseline(subject) or 0.0) if settled else 0.0)
         if reference < 0.02:  # predictions that never told rows apart have nothing to lose
             return _Crossing(0.0, mxfp8, 0.0, reference, "")
