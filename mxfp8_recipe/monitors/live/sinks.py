@@ -144,9 +144,9 @@ def render(report: MonitorReport, layers: int = 12) -> Group:
 
 
 def _predictions(report: MonitorReport) -> Table:
-    table = _table(f"step {report.step}: MXFP8 against its BF16 shadow")
-    for name in ("task", "logit RMS", "logit mean", "dCE", "p ratio", "NE", "shadow NE", "calib.", "shadow calib."):
-        table.add_column(name, justify="left" if name == "task" else "right", overflow="fold")
+    table = _table(f"step {report.step}: MXFP8 against its BF16 shadow", "task")
+    for name in ("logit\nRMS", "logit\nmean", "dCE", "p\nratio", "NE", "shadow\nNE", "calib.", "shadow\ncalib."):
+        table.add_column(name, justify="right", no_wrap=True)
     for t in report.predictions:
         figures = (f"{value:.3g}" for value in (t.logit_rms, t.logit_mean, t.cross_entropy))
         running = (
@@ -161,9 +161,9 @@ def _predictions(report: MonitorReport) -> Table:
 
 
 def _layers(report: MonitorReport, most: int) -> Table:
-    table = _table("tensors with the lowest SQNR")
-    for name in ("layer", "tensor", "SQNR dB", "amax", "scales 2^", "underflow", "saturation", "NaN/Inf blocks"):
-        table.add_column(name, justify="left" if name in ("layer", "tensor") else "right", overflow="fold")
+    table = _table("tensors with the lowest SQNR", "layer", "tensor")
+    for name in ("SQNR\ndB", "amax", "scales\n2^", "under-\nflow", "satu-\nration", "NaN/Inf\nblocks"):
+        table.add_column(name, justify="right", no_wrap=True)
     rows = [(layer.layer, name, t) for layer in report.layers for name, t in layer.tensors.items()]
     rows.sort(key=lambda row: (not row[2].nonfinite_blocks, row[2].sqnr_db is None, row[2].sqnr_db or 0.0))
     for layer, name, t in rows[:most]:
@@ -173,9 +173,12 @@ def _layers(report: MonitorReport, most: int) -> Table:
     return table
 
 
-def _table(title: str) -> Table:
-    """Narrow: no figure of the usual length is cut in 80 columns."""
-    return Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+def _table(title: str, *names: str) -> Table:
+    """With columns of names, which give way: no figure is cut or broken in 80 columns."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    for name in names:
+        table.add_column(name, overflow="fold")
+    return table
 
 
 def _short(value: float | None) -> str:
