@@ -153,11 +153,11 @@ def production_launches() -> list[Launch]:
                     lambda: activation_quantize.activation_quantize(matrix(2048), None, kind, BF16, spec, other, False),  # noqa: B023
                 )  # fmt: skip
             width = 1024 if kind in ("swiglu", "geglu") else 2048
-            for bias in (False, True):
+            for want_bias in (False, True):
                 add(
-                    activation_quantize, f"activation backward {kind} {tile}{' bias' if bias else ''}",
+                    activation_quantize, f"activation backward {kind} {tile}{' bias' if want_bias else ''}",
                     lambda: activation_quantize.activation_backward(
-                        matrix(width), matrix(2048), None, kind, spec, spec, bias, spec, emit_high=False  # noqa: B023
+                        matrix(width), matrix(2048), None, kind, spec, spec, want_bias, spec, emit_high=False  # noqa: B023
                     ),
                 )  # fmt: skip
     return list(found.values())
