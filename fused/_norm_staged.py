@@ -1,8 +1,7 @@
 """RMSNorm of bf16 to MXFP8 with tiles in shared memory; see `_staged`.
 
-Two kernels. In one, as in `norm_quantize.norm_tile_kernel`, some programs take the row statistics ahead of those that
-hold tiles. In the other the programs of a strip's tiles, a group, share the work: hardware starts programs in order, so
-at most one group waits for programs that have not started, and all groups before it finish and make room.
+As in `norm_quantize.norm_tile_kernel`, some programs take the row statistics ahead of those that hold tiles. Reading x
+once, the programs of a strip exchanging their sums, is slower: all of them wait (H200: 65536 x 1024 61 % of a copy).
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from ._row_stats import announce, await_rows, chunk_sums, tree_sum
 from ._staged import TILE, await_copies, copy_tile, emit_tile, row_layout, staged_kernel
 
 SCALARS = ["M", "K8", "LD8", "MT", "LEAD", "eps"]
-GROUP_SCALARS = ["M", "K8", "LD8", "MT", "eps"]
 
 
 @gluon.constexpr_function
@@ -93,64 +91,3 @@ def norm_staged_kernel(
             buffer, y, row0, col0, M, K8, MT, q_ptr, s_ptr, qt_ptr, st_ptr,
             R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, SWIZZLED, T_ALIGN,
         )  # fmt: skip
-
-
-@gluon.jit
-def chunk_squares(w):
-    """Words (128, 64) in the rows' layout to (128,): the sums of `_row_stats.chunk_sums`, in its order."""
-    lo, hi = unpack(w, tl.bfloat16)
-    x = gl.reshape(gl.fma(hi, hi, lo * lo), (128, 8, 2, 4))  # 16 lanes of 4 words there are 8 of 2 x 4 here
-    return gl.sum(gl.sum(gl.sum(x, axis=3), axis=1), axis=1)
-
-
-@gluon.jit
-def merge_squares(square_ptr, strip, chunks, K, eps, LOG2: gl.constexpr):
-    """(128,) rstd from the sums of a strip's chunks, as `_row_stats.merge_stats` has it."""
-    L: gl.constexpr = gl.BlockedLayout([1, 1 << LOG2], [32, 1], [gl.num_warps(), 1], [1, 0])
-    r = gl.arange(0, 128, gl.SliceLayout(1, L))
-    c = gl.arange(0, 1 << LOG2, gl.SliceLayout(0, L))
-    at = square_ptr + strip.to(gl.int64) * (chunks * 128) + (c[None, :] * 128 + r[:, None])
-    square = gl.load(at, mask=(c < chunks)[None, :] & (r >= 0)[:, None], other=0.0, cache_modifier=".cg")
-    return gl.rsqrt(tree_sum(square, LOG2) * (1.0 / K.to(gl.float32)) + eps)
-
-
-@staged_kernel(do_not_specialize=GROUP_SCALARS)
-def norm_group_kernel(
-    x_ptr, w_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, rstd_ptr, square_ptr, counter_ptr, M, K8, LD8, MT, eps,
-    WEIGHT: gl.constexpr,
-    R_BR: gl.constexpr, R_BC: gl.constexpr, R_E5: gl.constexpr, R_FLOOR: gl.constexpr, R_ALIGNED: gl.constexpr,
-    C_BR: gl.constexpr, C_BC: gl.constexpr, C_E5: gl.constexpr, C_FLOOR: gl.constexpr, C_ALIGNED: gl.constexpr,
-    SWIZZLED: gl.constexpr, T_ALIGN: gl.constexpr, LOG2: gl.constexpr,
-):  # fmt: skip
-    """A tile a program; x is read once. The programs of a strip's tiles sum a chunk each, leave the sums in global
-    memory and wait for each other.
-    """
-    chunks = (K8 + 15) // 16
-    strip = gl.program_id(0) // chunks
-    chunk = gl.program_id(0) % chunks
-    row0 = strip.to(gl.int64) * 128
-    col0 = chunk * 128
-    buffer = gl.allocate_shared_memory(gl.int32, [128, 64], TILE)
-    copy_tile(x_ptr, buffer, row0, col0 // 2, M, K8 * 4, LD8 * 4)
-    await_copies(0)
-    ROWS: gl.constexpr = row_layout(gl.num_warps())
-    square = chunk_squares(buffer.load(ROWS))
-    gl.store(square_ptr + (row0 * chunks + chunk * 128) + gl.arange(0, 128, square.type.layout), square)
-    announce(counter_ptr, strip)
-    await_rows(counter_ptr, strip, chunks)
-    rstd = merge_squares(square_ptr, strip, chunks, K8 * 8, eps, LOG2)
-    if chunk == 0:
-        r = row0 + gl.arange(0, 128, rstd.type.layout)
-        gl.store(rstd_ptr + r, rstd, mask=r < M)
-    rstd = gl.convert_layout(rstd, gl.SliceLayout(1, ROWS))[:, None]
-    lo, hi = unpack(buffer.load(ROWS), tl.bfloat16)
-    lo, hi = lo * rstd, hi * rstd
-    if WEIGHT:
-        w_lo, w_hi = load_weight(w_ptr, col0, K8 * 8)
-        lo, hi = lo * w_lo, hi * w_hi
-    y = pack(lo, hi, tl.bfloat16)
-    buffer.store(y)
-    emit_tile(
-        buffer, y, row0, col0, M, K8, MT, q_ptr, s_ptr, qt_ptr, st_ptr,
-        R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, SWIZZLED, T_ALIGN,
-    )  # fmt: skip

@@ -143,18 +143,11 @@ def quantize_staged_config(shared_rows: bool) -> TileConfig:
 
 
 def norm_staged_config(shared_rows: bool, flags: dict[str, Any]) -> TileConfig | None:
-    """At 64 registers four programs fit a multiprocessor (1 x 128: 65536 x 2048 68 %, 16384 x 4096 65 %;
-    `norm_tile_kernel` 57 and 56 %). None without 1 x N rows: there `norm_tile_kernel` is faster (65536 x 1024: 71
-    against 66 %), unless it has to store single bytes.
+    """At 64 registers four programs fit a multiprocessor (1 x 128: 262144 x 512 72 %, 65536 x 1024 67 %, 65536 x 2048
+    68 %, 16384 x 4096 65 %; `norm_tile_kernel` 56 to 57 %). None without 1 x N rows: there `norm_tile_kernel` is faster
+    (65536 x 1024: 71 against 66 %), unless it has to store single bytes.
     """
     return None if shared_rows and flags["T_ALIGN"] == 16 else TileConfig(warps=8, options={"maxnreg": 64})
-
-
-def norm_group_config(features: int) -> TileConfig | None:
-    """Four programs of 4 warps fit a multiprocessor. None for wide rows: the sums that each program reads grow with the
-    group. Not timed yet; with `norm_staged_kernel` 65536 x 1024 takes 68 % and 262144 x 512 takes 73 %.
-    """
-    return TileConfig(warps=4) if features <= 1024 else None
 
 
 def stageable(x: Tensor, flags: dict[str, Any]) -> bool:

@@ -315,27 +315,13 @@ def _staged_forward(
     x: Tensor, weight: Tensor | None, eps: float, rstd: Tensor, plan: Emission, staged: launch.TileConfig
 ) -> None:  # fmt: skip
     """RMSNorm of bf16 without residual, bias and stored y."""
-    from ._norm_staged import norm_group_kernel, norm_staged_kernel  # Gluon, which the interpreter does not have
+    from ._norm_staged import norm_staged_kernel  # Gluon, which the interpreter does not have
 
     rows, cols = x.shape
-    tensors = (
+    roles = launch.plan_roles(x, staged, 16384, launch.summing_programs(cols), launch.STAGED_LEAD_PROGRAMS)
+    norm_staged_kernel[(roles.programs,)](
         words(x), x if weight is None else weight.contiguous(), plan.outputs[0].view(torch.int32), *plan.pointers[1:],
-        rstd,
-    )  # fmt: skip
-    sizes = rows, cols // 8, x.stride(0) // 8, plan.stride_t
-    flags = {"WEIGHT": weight is not None, **plan.flags}
-    group = launch.norm_group_config(cols)
-    if group is None:
-        roles = launch.plan_roles(x, staged, 16384, launch.summing_programs(cols), launch.STAGED_LEAD_PROGRAMS)
-        norm_staged_kernel[(roles.programs,)](
-            *tensors, roles.counter, *sizes, roles.lead, eps, **flags, **roles.flags,
-            num_warps=staged.warps, enable_fp_fusion=False, **staged.options,
-        )  # fmt: skip
-        return
-    strips, chunks = -(-rows // launch.TOKENS), -(-cols // 128)
-    square = torch.empty(strips, chunks, launch.TOKENS, dtype=torch.float32, device=x.device)
-    counter = torch.zeros(strips, dtype=torch.int32, device=x.device)
-    norm_group_kernel[(strips * chunks,)](
-        *tensors, square, counter, *sizes, eps, **flags, LOG2=launch.next_power_of_2(chunks).bit_length() - 1,
-        num_warps=group.warps, enable_fp_fusion=False, **group.options,
+        rstd, roles.counter, rows, cols // 8, x.stride(0) // 8, plan.stride_t, roles.lead, eps,
+        WEIGHT=weight is not None, **plan.flags, **roles.flags,
+        num_warps=staged.warps, enable_fp_fusion=False, **staged.options,
     )  # fmt: skip
