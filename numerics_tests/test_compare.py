@@ -279,7 +279,7 @@ def test_files_that_are_no_tables(files):
     (files / "ragged.csv").write_text("label,prediction\n0,0.5\n1\n")
     for name, message in (
         ("x.parquet", "not a parquet file"),
-        ("x.csv", "not a text file"),
+        ("x.csv", "not UTF-8 text"),
         ("empty.csv", "it has no rows"),
         ("ragged.csv", "ragged.csv line 3: 1 columns, expected 2"),
     ):

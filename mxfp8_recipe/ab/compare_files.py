@@ -1,25 +1,32 @@
 """Prediction files for `mxfp8 compare`: parquet or CSV, read into arrays column by column and checked.
 
+CSV is UTF-8 with commas and a header; a name that ends in .gz is unpacked.
+
 | column | | |
 |---|---|---|
 | `label` | number in [0, 1] | needed |
 | `prediction` | probability | needed |
 | `weight` | number >= 0 | optional, 1 |
-| `time` | number, date or text that sorts by time | optional: rows are taken to be in time order |
+| `time` | number, date, or text in ISO 8601; without an offset it is UTC | optional: rows are in time order |
 | `segment` | integer or text | optional |
 | `seed` | integer or text: the training a row was predicted by | optional: one training |
 | `id` | integer or text, unique within a seed | optional: rows are taken to be in the same order in all files |
+
+Text that is an integer as Python would write it is that integer; any other, such as 007, stays text.
 """
 
 from __future__ import annotations
 
 import csv
 import difflib
+import gzip
 import itertools
+import warnings
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -71,7 +78,7 @@ class PredictionFile:
     """A file whose columns are read, and checked, one at a time.
 
     Args:
-        path: `.parquet`, `.pq`, or anything else as CSV with a header.
+        path: `.parquet`, `.pq`, or anything else as CSV with a header; `.gz` for packed CSV.
         names: a column of the table above to its name in the file.
 
     Raises:
@@ -79,11 +86,13 @@ class PredictionFile:
     """
 
     def __init__(self, path: Path, names: Mapping[str, str] | None = None) -> None:
+        if path.is_dir():
+            raise CompareError(f"{path}: got a directory, expected one parquet or CSV file")
         if not path.is_file():
             raise CompareError(f"{path}: no such file")
         self.path = path
         self.names = {c: (names or {}).get(c, c) for c in COLUMNS}
-        source = _Parquet if path.suffix in (".parquet", ".pq") else _CSV
+        source = _Parquet if path.suffix.lower() in (".parquet", ".pq") else _CSV
         self._source: _Parquet | _CSV = source(path, self.names)
         self.columns, self.rows = self._source.columns, self._source.rows
         if not self.rows:
@@ -93,21 +102,26 @@ class PredictionFile:
         """A column's values, or None where the file has it not. A CSV column can be read once."""
         if column not in self.columns:
             return None
-        values = self._source.read(column)
-        problems = _problems(column, self.names[column], values)
+        values = self._checked(column, problems := [])
         if problems:
             raise CompareError(f"{self.path}: {'; '.join(problems)}")
         return values
 
     def read_all(self) -> Predictions:
         """Every column; the problems of all of them in one error."""
-        found, problems = {}, []
-        for column in self.columns:
-            found[column] = self._source.read(column)
-            problems += _problems(column, self.names[column], found[column])
+        problems: list[str] = []
+        found: dict[str, Any] = {column: self._checked(column, problems) for column in self.columns}
         if problems:
             raise CompareError(f"{self.path}: {'; '.join(problems)}")
         return Predictions(self.path, **found)
+
+    def _checked(self, column: str, problems: list[str]) -> np.ndarray:
+        """A column's values; what is wrong with them is appended."""
+        values = self._source.read(column)
+        if column == "time" and values.dtype.kind == "S":
+            values = _moments(f"{self.path}: column {self.names[column]}", values)
+        problems += _problems(column, self.names[column], values)
+        return values
 
 
 def _wanted(path: Path, header: Sequence[str], names: Mapping[str, str], asked: set[str]) -> list[str]:
@@ -115,11 +129,16 @@ def _wanted(path: Path, header: Sequence[str], names: Mapping[str, str], asked: 
     missing = [c for c in COLUMNS if names[c] not in header and (c in NEEDED or c in asked)]
     if missing:
         near = [n for c in missing for n in difflib.get_close_matches(names[c], header, n=2, cutoff=0.5)]
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
+        if len(header) == 1 and any(mark in header[0] for mark in ";\t|"):
+            hint = ", where columns are expected to be parted by commas."
         raise CompareError(
             f"{path}: no column {', '.join(repr(names[c]) for c in missing)}; it has {', '.join(header)}{hint} "
             f"Say --column {missing[0]}=NAME for another name"
         )
+    double = [names[c] for c in COLUMNS if header.count(names[c]) > 1]
+    if double:
+        raise CompareError(f"{path}: column {', '.join(map(repr, double))} is there more than once; leave one in")
     return [c for c in COLUMNS if names[c] in header]
 
 
@@ -168,8 +187,13 @@ def _from_arrow(path: Path, column: str, values: Any) -> np.ndarray:
         values, kind = values.cast(kind.value_type), kind.value_type
     if pa.types.is_boolean(kind):
         values, kind = values.cast(pa.int8()), pa.int8()
-    if pa.types.is_temporal(kind):
-        values, kind = values.cast(pa.int64() if pa.types.is_timestamp(kind) else pa.int32()), pa.int64()
+    if pa.types.is_temporal(kind) and column == "time":
+        values, kind = _instants(values), pa.int64()
+    elif column not in NUMBERS and (pa.types.is_temporal(kind) or str(kind) == "string_view"):
+        values, kind = values.cast(pa.string()), pa.string()
+    elif column not in NUMBERS and pa.types.is_decimal(kind):
+        whole = column != "time" and kind.scale == 0
+        values, kind = values.cast(pa.string() if whole else pa.float64()), pa.string() if whole else pa.float64()
     text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
     if column in NUMBERS and not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
         raise CompareError(f"{path}: column {column}: got values of type {kind}, expected numbers")
@@ -181,6 +205,16 @@ def _from_arrow(path: Path, column: str, values: Any) -> np.ndarray:
         expected = "numbers, dates or text" if column == "time" else "integers or text"
         raise CompareError(f"{path}: column {column}: got values of type {kind}, expected {expected}")
     return values.to_numpy()
+
+
+def _instants(values: Any) -> Any:
+    """Dates and timestamps of every unit and zone in microseconds, so that two files' can be compared."""
+    import pyarrow as pa
+
+    kind = values.type
+    if pa.types.is_date(kind) or (pa.types.is_timestamp(kind) and kind.unit != "us"):
+        values = values.cast(pa.timestamp("us"), safe=False)
+    return values.cast(pa.int32()).cast(pa.int64()) if pa.types.is_time32(kind) else values.cast(pa.int64())
 
 
 def _text_codes(values: Any) -> np.ndarray:
@@ -200,14 +234,20 @@ class _CSV:
     """Columns of a CSV file, read whole and handed out once."""
 
     def __init__(self, path: Path, names: Mapping[str, str]) -> None:
-        with path.open(newline="", encoding="utf-8") as file:
-            try:
+        try:
+            with _opened(path) as file:
                 reader = csv.reader(file)
                 header = [name.strip() for name in next(reader, [])]
+                if not header:
+                    raise CompareError(f"{path}: its first line is empty, expected a header with {', '.join(NEEDED)}")
                 self.columns = _wanted(path, header, names, _renamed(names))
                 parts = list(_csv_chunks(path, reader, header, [names[c] for c in self.columns]))
-            except UnicodeDecodeError as error:
-                raise CompareError(f"{path}: not a text file ({error}); parquet files end in .parquet") from None
+        except UnicodeDecodeError as error:
+            raise CompareError(
+                f"{path}: not UTF-8 text ({error}); parquet files end in .parquet, packed CSV files in .gz"
+            ) from None
+        except (csv.Error, zlib.error, EOFError, gzip.BadGzipFile) as error:
+            raise CompareError(f"{path}: not a CSV file ({error})") from None
         self.path = path
         self.rows = sum(len(part[0]) for part in parts)
         self._parts = {c: [part[i] for part in parts] for i, c in enumerate(self.columns)}
@@ -216,30 +256,62 @@ class _CSV:
         return _from_text(self.path, column, np.concatenate(self._parts.pop(column)))
 
 
+def _opened(path: Path) -> TextIO:
+    """Text, unpacked where the name ends in .gz; a byte order mark is no part of the first name."""
+    if path.suffix.lower() == ".gz":
+        return gzip.open(path, "rt", newline="", encoding="utf-8-sig")
+    return path.open(newline="", encoding="utf-8-sig")
+
+
 def _csv_chunks(path: Path, reader: Any, header: list[str], wanted: list[str]) -> Iterator[list[np.ndarray]]:
     """Wanted columns as byte strings, some rows at a time."""
     positions = [header.index(name) for name in wanted]
     line = 2
     while rows := list(itertools.islice(reader, CHUNK)):
-        wrong = next((i for i, row in enumerate(rows) if len(row) != len(header)), None)
+        wrong = next((i for i, row in enumerate(rows) if row and len(row) != len(header)), None)
         if wrong is not None:
             raise CompareError(f"{path} line {line + wrong}: {len(rows[wrong])} columns, expected {len(header)}")
-        yield [np.array([row[p].strip().encode() for row in rows]) for p in positions]
+        yield [np.array([row[p].strip().encode() for row in rows if row], dtype=bytes) for p in positions]
         line += len(rows)
 
 
 def _from_text(path: Path, column: str, text: np.ndarray) -> np.ndarray:
     if column in NUMBERS:
         return _numbers(path, column, text)
-    for kind in (np.int64, np.float64) if column == "time" else (np.int64,):
-        try:
-            return text.astype(kind)
-        except ValueError:
-            continue
     empty = int((text == b"").sum())
     if empty:
         raise CompareError(f"{path}: column {column}: {empty} of {len(text)} values are missing")
+    for kind in (np.int64, np.float64) if column == "time" else (np.int64,):
+        try:
+            values = text.astype(kind)
+        except (ValueError, OverflowError):
+            continue
+        if column == "time" or np.array_equal(values.astype(text.dtype), text):
+            return values
     return text
+
+
+def _moments(where: str, text: np.ndarray) -> np.ndarray:
+    """ISO 8601 as microseconds in UTC: text of several offsets would not sort by time."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that numpy moves times with an offset to UTC
+        try:
+            found = text.astype("datetime64[us]")
+        except ValueError:
+            pass
+        else:
+            if np.isnat(found).any():
+                raise CompareError(f"{where}: {int(np.isnat(found).sum())} of {len(found)} values are missing")
+            return found.astype(np.int64)
+        for row, value in enumerate(text):
+            try:
+                np.datetime64(value.decode(errors="replace"), "us")
+            except ValueError:
+                got = value.decode(errors="replace")
+                raise CompareError(
+                    f"{where}: got {got!r} in row {row + 1}, expected a number or ISO 8601 such as 2024-05-31T13:00:00"
+                ) from None
+    raise CompareError(f"{where}: its values are no times")
 
 
 def _numbers(path: Path, column: str, text: np.ndarray) -> np.ndarray:
@@ -270,8 +342,11 @@ def _problems(column: str, name: str, values: np.ndarray) -> list[str]:
     if column == "prediction":
         count(np.isnan(values), "are NaN or missing")
         count((values < 0) | (values > 1), "lie outside [0, 1]: probabilities are expected, not logits")
+    elif column == "time" and values.dtype.kind == "f":
+        count(np.isnan(values), "are NaN")
     elif column == "label":
-        count(~((values >= 0) & (values <= 1)), "lie outside [0, 1]")
+        count(np.isnan(values), "are NaN or missing")
+        count((values < 0) | (values > 1), "lie outside [0, 1]")
     elif column == "weight":
         count(~((values >= 0) & np.isfinite(values)), "are negative or not finite")
     return problems

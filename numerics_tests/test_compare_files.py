@@ -1,0 +1,123 @@
+"""Prediction files as people have them: packed, exported, stamped; and what each mistake is told."""
+
+import gzip
+from datetime import date, datetime, timezone
+from decimal import Decimal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mxfp8_recipe.ab.compare_files import CompareError, PredictionFile
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+PLAIN = "label,prediction,id\n0,0.25,7\n1,0.5,8\n"
+
+
+def csv_file(folder: Path, text: str | bytes, name: str = "a.csv") -> PredictionFile:
+    (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    return PredictionFile(folder / name)
+
+
+def parquet_file(folder: Path, name: str = "a.parquet", **more) -> PredictionFile:
+    pq.write_table(pa.table({"label": [0, 1], "prediction": [0.25, 0.5], **more}), folder / name)
+    return PredictionFile(folder / name)
+
+
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        (b"\xef\xbb\xbf" + PLAIN.encode(), "mark.csv"),
+        (PLAIN.replace("\n", "\r\n"), "windows.csv"),
+        (PLAIN + "\n\n", "blank.csv"),
+        (gzip.compress(PLAIN.encode()), "packed.csv.gz"),
+        (gzip.compress(b"\xef\xbb\xbf" + PLAIN.encode()), "PACKED.GZ"),
+    ],
+)
+def test_csv_as_other_programs_write_it(tmp_path, content, name):
+    rows = csv_file(tmp_path, content, name).read_all()
+    assert rows.label.tolist() == [0, 1]
+    assert rows.prediction.tolist() == [0.25, 0.5]
+    assert rows.id is not None
+    assert rows.id.tolist() == [7, 8]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"", "its first line is empty, expected a header with label, prediction"),
+        (PLAIN.replace(",", ";"), "it has label;prediction;id, where columns are expected to be parted by commas"),
+        ("label,prediction,prediction\n0,0.5,0.1\n", "column 'prediction' is there more than once; leave one in"),
+        ("label,prediction\n0,0.5," + "x" * 200_000, "not a CSV file .field larger"),
+        ("label,prediction\n,0.5\n", "column label: got '' in row 1, expected a number"),
+        ("label,prediction\nnan,0.5\n", "label: 1 of 1 values are NaN or missing"),
+        ("label,prediction,time\n1,0.5,nan\n", "time: 1 of 1 values are NaN"),
+        ("label,prediction,time\n1,0.5,\n", "time: 1 of 1 values are missing"),
+        ("label,prediction,time\n1,0.5,3/5/2024\n", "time: got '3/5/2024' in row 1, expected a number or ISO 8601"),
+    ],
+)
+def test_mistakes_in_csv(tmp_path, text, message):
+    with pytest.raises(CompareError, match=message):
+        csv_file(tmp_path, text).read_all()
+
+
+def test_a_truncated_packed_file_and_a_directory(tmp_path):
+    with pytest.raises(CompareError, match="not a CSV file"):
+        csv_file(tmp_path, gzip.compress(PLAIN.encode())[:-9], "short.csv.gz")
+    (tmp_path / "parts.parquet").mkdir()
+    with pytest.raises(CompareError, match="got a directory, expected one parquet or CSV file"):
+        PredictionFile(tmp_path / "parts.parquet")
+
+
+@pytest.mark.parametrize("ids", [["007", "7"], ["1_0", "10"], ["9223372036854775808", "1"], ["+5", "5"], ["a", "1"]])
+def test_ids_that_are_written_apart_stay_apart(tmp_path, ids):
+    rows = csv_file(tmp_path, f"label,prediction,id\n0,0.25,{ids[0]}\n1,0.5,{ids[1]}\n").read_all()
+    assert rows.id is not None
+    assert rows.id.tolist() == [i.encode() for i in ids]
+
+
+def test_one_moment_in_every_notation_is_one_number(tmp_path):
+    """Dates, units, zones, text: so that files of two programs agree, and offsets sort."""
+    moment = datetime(2024, 5, 31, 13, tzinfo=timezone.utc)
+    stamps = [pa.array([moment] * 2, pa.timestamp(u, tz=z)) for u in ("s", "ms", "us", "ns") for z in (None, "UTC")]
+    found = [parquet_file(tmp_path, time=stamp).read("time") for stamp in stamps]
+    for text in ("2024-05-31 13:00:00", "2024-05-31T15:00:00+02:00", "2024-05-31T13:00:00Z"):
+        found.append(csv_file(tmp_path, f"label,prediction,time\n0,0.5,{text}\n1,0.5,{text}\n").read("time"))
+        found.append(parquet_file(tmp_path, time=[text] * 2).read("time"))
+    assert {tuple(np.asarray(f).tolist()) for f in found} == {(int(moment.timestamp() * 1e6),) * 2}
+    day = parquet_file(tmp_path, time=pa.array([date(2024, 5, 31)] * 2)).read("time")
+    of_text = csv_file(tmp_path, "label,prediction,time\n0,0.5,2024-05-31\n1,0.5,2024-05-31\n").read("time")
+    assert np.array_equal(np.asarray(day), np.asarray(of_text))
+
+
+TYPES = [
+    *(
+        pa.array([1, 2], kind)
+        for kind in (pa.time32("s"), pa.time64("us"), pa.duration("ms"), pa.date32(), pa.uint64())
+    ),
+    *(pa.array(["1", "2"], kind) for kind in (pa.string(), pa.large_string(), pa.string_view())),
+    pa.array([Decimal(1), Decimal(2)], pa.decimal128(20, 0)),
+    pa.array([False, True]),
+    pa.array([1.0, 2.0]),
+    pa.array([b"1", b"2"]),
+    pa.array([[1], [2]]),
+    pa.nulls(2),
+]
+
+
+@pytest.mark.parametrize("column", ["time", "segment", "seed", "id"])
+def test_every_type_is_read_or_told(tmp_path, column):
+    for number, values in enumerate(TYPES):
+        file, told = parquet_file(tmp_path, f"{number}.parquet", **{column: values}), ""
+        try:
+            assert len(np.unique(np.asarray(file.read(column)))) == 2, values.type
+        except CompareError as error:
+            told = str(error)
+        assert not told or f"{number}.parquet: column {column}: " in told, values.type
+
+
+def test_ids_of_a_database_export_are_integers(tmp_path):
+    ids = pa.array([Decimal(7), Decimal(8)], pa.decimal128(38, 0))
+    assert np.asarray(parquet_file(tmp_path, id=ids).read("id")).tolist() == [b"7", b"8"]
