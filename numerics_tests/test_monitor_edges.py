@@ -285,4 +285,4 @@ def test_nothing_grows() -> None:
             monitor.step(logits, labels)
             if step == 30:
                 before = tensors()
-        assert tensors() == before
+        assert tensors() <= before
