@@ -263,6 +263,13 @@ def test_a_mistake_is_one_line_with_file_and_column(tmp_path, monkeypatch, a, b,
         (["--ne-budget", "2", "--looks", "a"], "--ne-budget: got 2.0.*--looks: got 'a'"),
         (["--column", "nonsense"], "--column: got 'nonsense', expected COLUMN=NAME"),
         (["--column", "label=clicked"], "no column 'clicked'"),
+        (["--column", "label=prediction"], "--column: got 'prediction' for both label and prediction"),
+        (["--looks", "³"], "--looks: got '³'"),
+        (["--placebo", "a.parquet"], "--placebo: a.parquet: got the predictions of a.parquet, row by row"),
+        (
+            ["--placebo", "p.parquet", "--placebo", "b.parquet"],
+            "--placebo: b.parquet: got the predictions of b.parquet",
+        ),
         (["--same-weights", "--placebo", "b.parquet"], "--placebo: with --same-weights"),
     ],
 )
@@ -308,3 +315,68 @@ def test_earlier_looks_cost_level(files):
     run("a.parquet", "b.parquet", "--looks", "2,3", "--out", "later")
     first, later = (report(files / name)["gap"][0]["interval"] for name in ("first", "later"))
     assert later[0] < first[0] < first[1] < later[1]
+
+
+def test_a_training_under_two_seeds_is_an_error_and_a_dead_model_is_not(files):
+    """Copies have no spread, so they would decide what one training cannot."""
+    one = columns(seeds=1, seed=10)["prediction"]
+    write(files / "copies.parquet", columns() | {"prediction": np.tile(one, SEEDS)})
+    for pair in (("a.parquet", "copies.parquet"), ("copies.parquet", "b.parquet")):
+        result = run(*pair, "--out", "out")
+        assert result.exit_code == 2, result.output
+        assert "copies.parquet: column seed: got the same predictions for 0 and 1" in result.stderr
+    write(files / "dead.parquet", columns() | {"prediction": np.full(SEEDS * ROWS, 0.5)})
+    assert run("a.parquet", "dead.parquet", "--out", "out").exit_code == 1
+
+
+@pytest.mark.parametrize("same_weights", [False, True])
+def test_seeds_with_few_and_different_rows(files, same_weights):
+    for name, seed in (("a1", 0), ("b1", 10)):
+        table = columns(seeds=2, seed=seed)
+        rows = [*range(60), *range(ROWS, ROWS + 47)]
+        write(files / f"{name}.parquet", {n: v[rows] for n, v in table.items()})
+    result = run("a1.parquet", "b1.parquet", "--out", "out", *["--same-weights"] * same_weights)
+    assert result.exit_code in (1, 3), result.exception
+    assert report(files / "out")["rows"] == [60, 47]
+
+
+def test_a_segment_that_one_seed_lacks_is_counted(files):
+    for name, seed in (("a1", 0), ("b1", 10)):
+        table = columns(seeds=2, seed=seed)
+        keep = (table["seed"] == 0) | (table["segment"] != 1)
+        write(files / f"{name}.parquet", {n: v[keep] for n, v in table.items()})
+    assert run("a1.parquet", "b1.parquet", "--out", "out").exit_code == 3
+    found = report(files / "out")
+    assert {s["segment"] for s in found["segments"]} == {"segment 0", "segment 2"}
+    assert any(line.startswith("1 segments too small") for line in found["undecided"])
+
+
+def test_twice_the_budget_fails_and_the_same_file_has_no_gap(files):
+    """A bias that costs 0.2 % of NE, on rows enough to see it: the gap's row noise is 0.03 %."""
+    size = {"drift": 0.001, "seeds": 3, "rows": 60_000}
+
+    def cost(harm: float) -> float:
+        tables = [columns(harm=h, **(size | {"seeds": 1})) for h in (0.0, harm)]
+        entropy = [metrics.log_loss(*(torch.from_numpy(t[c]) for c in ("prediction", "label"))) for t in tables]
+        return float(entropy[1] / entropy[0]) - 1
+
+    low, high = 0.0, 0.5
+    for _ in range(10):
+        middle = (low + high) / 2
+        low, high = (middle, high) if cost(middle) < 0.002 else (low, middle)
+    for name, harm, seed in (("a1", 0.0, 0), ("b1", high, 10), ("c1", 0.0, 10)):
+        table = columns(harm=harm, seed=seed, **size)
+        write(files / f"{name}.parquet", {n: v for n, v in table.items() if n not in ("weight", "id")})
+    outcomes = [run("a1.parquet", f"{name}1.parquet", "--out", name).exit_code for name in "abc"]
+    assert report(files / "b")["gap"][0]["gap"] == pytest.approx(0.002, rel=0.05)
+    assert outcomes == [0, 1, 0], report(files / "b")["reasons"]
+    assert report(files / "a")["gap"][0]["gap"] == 0
+    assert report(files / "a")["metrics"]["A"] == report(files / "a")["metrics"]["B"]
+
+
+def test_values_in_single_precision_are_the_same_rows(files):
+    table = columns(seed=10)
+    write(files / "b1.parquet", table | {"weight": table["weight"].astype(np.float32)})
+    assert run("a.parquet", "b1.parquet", "--out", "out").exit_code in (0, 3)
+    write(files / "b1.parquet", table | {"weight": table["weight"] * 1.001})
+    assert run("a.parquet", "b1.parquet", "--out", "out").exit_code == 2

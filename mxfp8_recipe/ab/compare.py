@@ -10,6 +10,7 @@ Two questions, and the user says which one the files answer:
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,11 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from mxfp8_recipe.ab.compare_files import CompareError
 from mxfp8_recipe.ab.compare_rows import Aligned
 from mxfp8_recipe.ab.environment import command_line, describe
 from mxfp8_recipe.ab.report import finite, verdict_row
 from mxfp8_recipe.monitors import metrics
-from mxfp8_recipe.monitors.bootstrap import relative_calibration_gap, relative_ne_gap, row_noise
+from mxfp8_recipe.monitors.bootstrap import BLOCKS, relative_calibration_gap, relative_ne_gap, row_noise
 from mxfp8_recipe.monitors.entropy import EntropySums
 from mxfp8_recipe.monitors.equivalence import TaskGaps, seed_interval
 from mxfp8_recipe.monitors.records import TaskAgreement
@@ -63,7 +65,12 @@ class Run:
 
 
 def compare(rows: Aligned, options: Options) -> tuple[Decision, dict[str, Any]]:
-    """The verdict and the report of a comparison; `rows.rows.others` are the candidate, then the placebos."""
+    """The verdict and the report of a comparison; `rows.rows.others` are the candidate, then the placebos.
+
+    Raises:
+        CompareError: files that hold the same predictions where trainings of their own are expected.
+    """
+    _distinct(rows, options)
     weights = _corrected(rows, options.negative_sampling_rate)
     reference, candidate, *placebos = [
         _run(rows, Path(path), predictions, weights, detail=index < 2)
@@ -80,6 +87,30 @@ def compare(rows: Aligned, options: Options) -> tuple[Decision, dict[str, Any]]:
         evidence = _evidence(rows, reference, candidate, placebos, options, identical)
         decision = decide(evidence, budget=options.budget)
     return decision, _report(rows, options, decision, [reference, candidate, *placebos])
+
+
+def _distinct(rows: Aligned, options: Options) -> None:
+    """One training under several names would show less spread than there is, and so would decide too much."""
+    predictions = [rows.rows.prediction, *rows.rows.others]
+    for path, placebo in zip(rows.paths[2:], predictions[2:]):
+        for other, those in zip(rows.paths[:2], predictions[:2]):
+            if np.array_equal(placebo, those):
+                raise CompareError(
+                    f"--placebo: {path}: got the predictions of {other}, row by row, expected those of a training of "
+                    "its own; leave it out"
+                )
+    if options.same_weights:
+        return
+    for path, run in zip(rows.paths, predictions):
+        seen: dict[bytes, str] = {}
+        for seed, where in rows.seeds.items():
+            values = run[where]
+            twin = seen.setdefault(hashlib.sha256(np.ascontiguousarray(values).data).digest(), seed)
+            if twin != seed and values.min() < values.max():
+                raise CompareError(
+                    f"{path}: column seed: got the same predictions for {twin} and {seed}, expected a training of its "
+                    "own for each seed; leave one out"
+                )
 
 
 def _corrected(rows: Aligned, rate: float) -> np.ndarray | None:
@@ -101,11 +132,12 @@ def _corrected(rows: Aligned, rate: float) -> np.ndarray | None:
 def _run(rows: Aligned, path: Path, predictions: np.ndarray, weights: np.ndarray | None, *, detail: bool) -> Run:
     """Sums of every seed; metrics of each and the first seed's curve where they are shown."""
     run = Run(path, [], [], [])
+    blocks = min(BLOCKS, *(where.stop - where.start for where in rows.seeds.values()))
     for where in rows.seeds.values():
         segments = None if rows.rows.segment is None else rows.rows.segment[where]
         weight = None if weights is None else weights[where]
         p, y = predictions[where], rows.rows.label[where]
-        run.sums.append(RowSums.of(p, y, weight, segments))
+        run.sums.append(RowSums.of(p, y, weight, segments, blocks=blocks))
         if detail:
             columns = [t if t is None else torch.from_numpy(t) for t in (p, y, weight)]
             sums = EntropySums.unstack(torch.from_numpy(run.sums[-1].blocks.sum(0)))
@@ -138,7 +170,7 @@ def _evidence(
         same_weights=(),
         rows=reference.sums[0].rows,
         segments=tuple(segments),
-        small_segments=reference.sums[0].small,
+        small_segments=reference.sums[0].small + len(reference.sums[0].segments) - len(segments),
         looks=options.looks,
         twins_only=True,
         identical=identical,

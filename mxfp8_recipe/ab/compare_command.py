@@ -89,7 +89,7 @@ def _options(task: str, budget: float, same_weights: bool, rate: float, looks: s
     if not 0 < rate <= 1:
         problems.append(f"--negative-sampling-rate: got {rate}, expected inside (0, 1]")
     parts = [part.strip() for part in looks.split(",") if part.strip()]
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
         problems.append(f"--looks: got {looks!r}, expected numbers of seeds such as 3,5")
         parts = []
     if problems:
@@ -110,4 +110,6 @@ def _names(pairs: list[str]) -> dict[str, str]:
         if not equals or not name or column not in COLUMNS:
             raise CompareError(f"--column: got {pair!r}, expected COLUMN=NAME with one of {', '.join(COLUMNS)}")
         names[column] = name
+    if names.get("label", "label") == names.get("prediction", "prediction"):
+        raise CompareError(f"--column: got {names.get('label', 'label')!r} for both label and prediction; name another")
     return names

@@ -174,9 +174,10 @@ def _unique(found: _Keys, keys: np.ndarray) -> None:
     ordered = np.sort(keys)
     repeats = ordered[1:][ordered[1:] == ordered[:-1]]
     if len(repeats):
-        examples = np.flatnonzero(np.isin(keys, repeats[:EXAMPLES]))
+        repeats = np.unique(repeats)
+        examples = np.array([np.flatnonzero(keys == key)[0] for key in repeats[: EXAMPLES + 1]])
         raise CompareError(
-            f"{found.path}: column id: {len(np.unique(repeats))} ids occur more than once, such as "
+            f"{found.path}: column id: {len(repeats)} ids occur more than once, such as "
             f"{_names(found, examples)}; expected one row an id"
             + (" and seed" if found.seed is not None else "; a seed column tells trainings apart")
         )
@@ -192,6 +193,8 @@ def _same(rows: Predictions, column: str, values: np.ndarray, other: PredictionF
     numbers = "iuf"
     alike = mine.dtype.kind in numbers and values.dtype.kind in numbers
     differ = np.flatnonzero(mine != values if alike else mine.astype(bytes) != values.astype(bytes))
+    if column in ("label", "weight"):  # written with the digits of single precision they are still the same
+        differ = differ[~np.isclose(mine[differ], values[differ], rtol=1e-6, atol=0)]
     if len(differ):
         row = int(differ[0])
         remedy = "are these the same rows?" if rows.id is not None else "add an id column if rows differ in order"

@@ -67,7 +67,7 @@ class TaskGaps:
 
     @property
     def _rows(self) -> str:
-        return "the rows judged" if self.rows is None else f"the {self.rows} rows judged"
+        return "the rows judged" if self.rows is None else f"the {self.rows:,} rows judged"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from mxfp8_recipe.monitors.bootstrap import (
+    BLOCKS,
     NEGATIVES,
     POSITIVES,
     block_edges,
@@ -57,18 +58,25 @@ class RowSums:
 
     @classmethod
     def of(
-        cls, predictions: np.ndarray, labels: np.ndarray, weights: np.ndarray | None, segments: np.ndarray | None = None
+        cls,
+        predictions: np.ndarray,
+        labels: np.ndarray,
+        weights: np.ndarray | None,
+        segments: np.ndarray | None = None,
+        *,
+        blocks: int = BLOCKS,
     ) -> RowSums:
         """From valid rows in time order, some blocks at a time.
 
         Args:
             predictions, labels, weights: (N,) as in `entropy.check_rows`; None for weights of 1.
-            segments: (N,) integers from 0 to a few thousand or so, or None; rows of weight 0 count in no segment.
+            segments: (N,) integers, or None; rows of weight 0 count in no segment.
+            blocks: at most this many; runs that are compared need the same number.
         """
-        edges = block_edges(len(predictions))
+        edges = block_edges(len(predictions), blocks)
         count = len(edges) - 1 if len(predictions) else 0
-        blocks = np.zeros((max(count, 1), 4))
-        names = np.zeros(0, dtype=np.int64) if segments is None else np.unique(segments)
+        found_sums = np.zeros((max(count, 1), 4))
+        names, few = _large(segments, weights)
         sums, counts, rows = np.zeros((len(names), SEGMENT_BLOCKS, 4)), np.zeros(len(names), dtype=np.int64), 0
         step = max(1, CHUNK * count // max(len(predictions), 1))
         for first in range(0, count, step):
@@ -77,18 +85,30 @@ class RowSums:
             part = [t if t is None else torch.from_numpy(t[start:stop]) for t in (predictions, labels, weights)]
             terms = EntropySums.terms(*part).numpy()  # type: ignore[arg-type]
             kept = np.ones(stop - start, dtype=bool) if weights is None else weights[start:stop] > 0
-            blocks[first:last], rows = (
+            found_sums[first:last], rows = (
                 np.add.reduceat(terms, edges[first:last] - start, axis=1).T,
                 rows + int(kept.sum()),
             )
-            if segments is not None:
+            if segments is not None and len(names):
                 code = np.searchsorted(names, segments[start:stop])
+                code[names[np.minimum(code, len(names) - 1)] != segments[start:stop]] = len(names)
                 coarse = np.repeat(np.arange(first, last) * SEGMENT_BLOCKS // count, np.diff(edges[first : last + 1]))
                 key, size = code * SEGMENT_BLOCKS + coarse, len(names) * SEGMENT_BLOCKS
-                found = np.stack([np.bincount(key, weights=t, minlength=size) for t in terms], axis=1)
-                sums += found.reshape(sums.shape)
-                counts += np.bincount(code[kept], minlength=len(names))
-        return cls(rows, blocks, *_judged(names, sums, counts))
+                found = [np.bincount(key, weights=t, minlength=size)[:size] for t in terms]
+                sums += np.stack(found, axis=1).reshape(sums.shape)
+                counts += np.bincount(code[kept], minlength=len(names))[: len(names)]
+        judged, small = _judged(names, sums, counts)
+        return cls(rows, found_sums, judged, small + few)
+
+
+def _large(segments: np.ndarray | None, weights: np.ndarray | None) -> tuple[np.ndarray, int]:
+    """Segments with rows enough to be judged, and how many others have any; so that a million of them cost nothing."""
+    if segments is None:
+        return np.zeros(0, dtype=np.int64), 0
+    names, rows = np.unique(segments, return_counts=True)
+    present = names if weights is None else np.unique(segments[weights > 0])
+    large = names[rows >= MIN_SEGMENT_ROWS]
+    return large, len(present) - int(np.isin(large, present).sum())
 
 
 def _judged(names: np.ndarray, sums: np.ndarray, counts: np.ndarray) -> tuple[dict[int, SegmentSums], int]:

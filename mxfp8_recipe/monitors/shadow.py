@@ -150,8 +150,10 @@ class _LogitErrors:
         self.predicted = predicted if self.predicted is None else self.predicted + predicted
         self.entropy = sums if self.entropy is None else self.entropy + sums
         if segments is not None:
-            for segment in segments.unique().tolist():
-                self.segments[segment].add(error[segments == segment])
+            order = segments.argsort(stable=True)
+            names, sizes = segments[order].unique_consecutive(return_counts=True)
+            for segment, errors in zip(names.tolist(), error[order].split(sizes.tolist()), strict=True):
+                self.segments[segment].add(errors)
 
     def record(self) -> TaskAgreement:
         if self.predicted is None or self.entropy is None:
