@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator
 
 import numpy
 import pytest
 import torch
+
+with contextlib.suppress(ImportError):  # inductor imports it, and it refuses a process with the standard distutils
+    import setuptools  # noqa: F401
 
 SEED = 20_240
 
