@@ -3,6 +3,7 @@
 import math
 import os
 import socket
+from typing import Any
 
 import numpy as np
 import pytest
@@ -144,7 +145,7 @@ def test_windows_of_row_metrics():
         torch.testing.assert_close(stream.compute(), function(p[1500:], y[1500:], w[1500:]), rtol=1e-12, atol=0)
 
 
-STREAMS = (
+STREAMS: tuple[Any, ...] = (
     M.NormalizedEntropy, M.Calibration, M.CalibrationFreeNE, M.LogLoss, M.AUC, M.ECE,
     M.FieldRCE, M.SegmentedNE, M.SegmentedCalibration, M.SegmentedCalibrationFreeNE, M.SegmentedLogLoss,
 )  # fmt: skip
@@ -155,6 +156,56 @@ def update(stream, p, y, w):
         stream.update(p, y, torch.zeros(len(p), dtype=torch.long), w)
     else:
         stream.update(p, y, w)
+
+
+def batch(stream, part: slice) -> tuple[torch.Tensor, ...]:
+    p, y, w = recipe_rows()
+    segmented = isinstance(stream, M.FieldRCE | M._SegmentedEntropy)
+    return (p[part], y[part], segments_of(2000)[part], w[part]) if segmented else (p[part], y[part], w[part])
+
+
+def assert_equal_values(got, expected) -> None:
+    """Up to the order of sums; of dicts, value by value."""
+    torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-14, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method")
+@pytest.mark.parametrize("window", [None, 500])
+@pytest.mark.parametrize("metric", STREAMS)
+def test_forward_reset_and_merge_keep_what_updates_keep(metric, window):
+    """Lightning calls `forward`: its value is the batch's, and the window holds."""
+    forwarded, updated = metric(2, window_rows=window), metric(2, window_rows=window)
+    for start in range(0, 2000, 100):
+        part = slice(start, start + 100)
+        of_batch = forwarded(*batch(forwarded, part))
+        updated.update(*batch(updated, part))
+    assert_equal_values(forwarded.compute(), updated.compute())
+    last, merged = metric(2), metric(2, window_rows=window)
+    last.update(*batch(last, slice(1900, 2000)))
+    assert_equal_values(of_batch, last.compute())
+    if window is not None:
+        assert len(forwarded.kept) == 5
+    for start in range(0, 2000, 100):
+        one = metric(2, window_rows=window)
+        one.update(*batch(one, slice(start, start + 100)))
+        one.merge_state(merged)
+        merged = one
+    assert_equal_values(merged.compute(), updated.compute())
+    updated.reset()
+    updated.update(*batch(updated, slice(1900, 2000)))
+    assert_equal_values(updated.compute(), last.compute())
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method")
+@pytest.mark.parametrize("tasks", [1, 2])
+@pytest.mark.parametrize("metric", STREAMS)
+def test_no_rows_are_no_error_and_no_number(metric, tasks):
+    stream = metric(tasks)
+    none = torch.zeros(0) if tasks == 1 else torch.zeros(0, tasks)
+    for _ in range(2):
+        value = stream.compute()
+        assert value == {} or bool(value.isnan().all())
+        update(stream, none, none, none)
 
 
 @pytest.mark.parametrize("metric", STREAMS)
@@ -235,10 +286,11 @@ def sync_over_two_ranks(rank: int, port: int, outcomes) -> None:
     for part in torch.arange(len(p)).split(100):
         window.update(p[part], y[part], w[part])
     found["window"] = window.compute()
-    one_sided = M.AUC(2)
-    if rank == 1:
-        one_sided.update(p, y, w)
-    found["one rank has no rows"] = one_sided.compute()
+    for metric in STREAMS:
+        one_sided = metric(2, window_rows=10_000)
+        if rank == 1:
+            update(one_sided, p, y, w)
+        found[f"one rank has no rows: {metric.__name__}"] = one_sided.compute()
     outcomes.put((rank, {k: ({s: v.tolist() for s, v in x.items()} if isinstance(x, dict) else x.tolist())
                          for k, x in found.items()}))  # fmt: skip
     torch.distributed.barrier()
@@ -277,4 +329,10 @@ def test_two_ranks_agree_with_one_process():
     recent = torch.cat([torch.arange(500, 700), torch.arange(1800, 2000)])
     expected = M.normalized_entropy(p[recent], y[recent], w[recent]).tolist()
     assert got[0]["window"] == pytest.approx(expected, rel=1e-11)
-    assert got[0]["one rank has no rows"] == pytest.approx(M.auc(p[700:], y[700:], w[700:]).tolist(), rel=1e-11)
+    for metric in STREAMS:
+        alone = metric(2)
+        update(alone, p[700:], y[700:], w[700:])
+        expected = alone.compute()
+        found = got[0][f"one rank has no rows: {metric.__name__}"]
+        found, expected = (found[0], expected[0]) if isinstance(expected, dict) else (found, expected)
+        assert found == pytest.approx(expected.tolist(), rel=1e-11)

@@ -66,7 +66,8 @@ def expected_calibration_error(
     """
     check_rows(predictions, labels, weights)
     w = torch.ones_like(labels) if weights is None else weights
-    columns = [t.detach().reshape(len(predictions), -1).unbind(1) for t in (predictions, labels, w)]
+    tasks = predictions.shape[1:].numel()
+    columns = [t.detach().reshape(len(predictions), tasks).unbind(1) for t in (predictions, labels, w)]
     per_task = [_ece_one(*_kept(p, y, v), bins) for p, y, v in zip(*columns, strict=True)]
     return torch.stack(per_task).reshape(predictions.shape[1:])
 
@@ -130,7 +131,8 @@ def sums_by_value(
         raise ValueError(
             f"field: got {tuple(field.shape)} {field.dtype}, expected one integer per row, ({len(predictions)},)"
         )
-    terms = EntropySums.terms(predictions, labels, weights).reshape(4, len(predictions), -1)
+    tasks = predictions.shape[1:].numel()
+    terms = EntropySums.terms(predictions, labels, weights).reshape(4, len(predictions), tasks)
     values, index = field.unique(sorted=True, return_inverse=True)
     sums = terms.new_zeros(len(values), 4, terms.shape[2])
     return values.long(), sums.index_add_(0, index, terms.transpose(0, 1))

@@ -93,7 +93,7 @@ class _Windowed(Metric):
     """
 
     is_differentiable = False
-    full_state_update = True
+    full_state_update = False
     window_rows: int | None
 
     def __init__(
@@ -137,6 +137,16 @@ class _Windowed(Metric):
     def _append(self, batch: Tensor, rows: int) -> None:
         self.kept.append(batch)
         self.rows.append(torch.tensor([rows], device=batch.device))
+        self._trim()
+
+    def _reduce_states(self, incoming_state: dict[str, Any]) -> None:
+        """What `forward` and `merge_state` do with the earlier state; the window holds here too."""
+        super()._reduce_states(incoming_state)
+        if isinstance(getattr(self, "kept", None), list):
+            self._trim()
+
+    def _trim(self) -> None:
+        """Drop the oldest batches that the window does not need."""
         if self.window_rows is None:
             return
         world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
@@ -232,8 +242,6 @@ class LogLoss(_EntropyMetric):
 class _RowsMetric(_Windowed):
     """A metric of every row seen, or of the rows of a window: 24 bytes a row and task. Arguments of `_Windowed`."""
 
-    full_state_update = False
-
     def __init__(self, num_tasks: int = 1, **kwargs: Any) -> None:
         super().__init__(num_tasks, **kwargs)
         self._keep_batches(3, num_tasks)
@@ -290,6 +298,10 @@ class _SegmentedMetric(_Windowed):
         p, y, w = self._prepared(predictions, labels, weights)
         values, sums = sums_by_value(p, y, segments, w)
         self._append(_with_values(values, sums), len(predictions))
+
+    def _trim(self) -> None:
+        """Without a window, one tensor for all batches."""
+        super()._trim()
         if self.window_rows is None and len(self.kept) > 1:
             self.kept[:] = [_with_values(*self._merged())]
             self.rows[:] = [torch.cat(self.rows).sum(0, keepdim=True)]

@@ -15,7 +15,8 @@ def auc(predictions: Tensor, labels: Tensor, weights: Tensor | None = None) -> T
     """
     check_rows(predictions, labels, weights)
     w = torch.ones_like(labels) if weights is None else weights
-    columns = [t.detach().double().reshape(len(predictions), -1).unbind(1) for t in (predictions, labels, w)]
+    tasks = predictions.shape[1:].numel()
+    columns = [t.detach().double().reshape(len(predictions), tasks).unbind(1) for t in (predictions, labels, w)]
     per_task = torch.stack([_auc_one(p, y, v) for p, y, v in zip(*columns, strict=True)])
     return per_task.reshape(predictions.shape[1:])
 
