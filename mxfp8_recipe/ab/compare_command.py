@@ -25,7 +25,8 @@ DEFAULT_OUT = Path("compare_report")
 
 def compare_command(
     a: Annotated[
-        Path, typer.Argument(metavar="A", help="The reference's predictions, such as BF16's: parquet or CSV.")
+        Path,
+        typer.Argument(metavar="A", help="The reference's predictions, such as BF16's: .parquet, .csv or .csv.gz."),
     ],
     b: Annotated[Path, typer.Argument(metavar="B", help="The candidate's predictions of the same rows.")],
     placebo: Annotated[
@@ -58,6 +59,10 @@ def compare_command(
 ) -> None:
     """Say whether B predicts as well as A, from files with the columns label, prediction and optionally weight, time,
     segment, seed, id. Rows are matched by seed and id where there is an id column, else by position.
+
+    Predictions are probabilities. A seed is one training; without --same-weights a verdict takes two or more.
+
+    Exit codes: 0 pass, 1 fail, 3 inconclusive, 2 a mistake in what was asked.
     """
     console = Console()
     try:
