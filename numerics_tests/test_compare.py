@@ -380,3 +380,16 @@ def test_values_in_single_precision_are_the_same_rows(files):
     assert run("a.parquet", "b1.parquet", "--out", "out").exit_code in (0, 3)
     write(files / "b1.parquet", table | {"weight": table["weight"] * 1.001})
     assert run("a.parquet", "b1.parquet", "--out", "out").exit_code == 2
+
+
+def test_a_gate_names_the_segment_as_the_file_does(files):
+    one = {n: v[:ROWS] for n, v in columns(drift=0.0).items() if n != "seed"}
+    one["segment"] = np.array(["new", "old", "Zürich"])[one["segment"]]
+    logit = np.log(one["prediction"] / (1 - one["prediction"]))
+    moved = 1 / (1 + np.exp(-(logit + 0.004 * (one["segment"] == "old"))))
+    write(files / "a1.parquet", one)
+    write(files / "b1.parquet", one | {"prediction": moved})
+    assert run("a1.parquet", "b1.parquet", "--same-weights", "--out", "out").exit_code == 1
+    assert [g["detail"].rpartition(" of ")[2] for g in report(files / "out")["gates"] if not g["holds"]] == [
+        "segment old"
+    ]

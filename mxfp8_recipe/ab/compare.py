@@ -211,7 +211,12 @@ def _agreement(rows: Aligned, where: slice, weights: np.ndarray | None, task: st
         weight = torch.ones_like(label) if weights is None else torch.from_numpy(weights[part])
         segments = None if rows.rows.segment is None else torch.from_numpy(rows.rows.segment[part])
         errors.add(torch.stack([*pair, pair[0]]), label, weight, segments)
-    return errors.record()
+    found = errors.record()
+    shifts = [
+        s if s.segment is None else s.model_copy(update={"segment": rows.segments[int(s.segment)]})
+        for s in found.segments
+    ]
+    return found.model_copy(update={"segments": tuple(shifts)})
 
 
 def _report(rows: Aligned, options: Options, decision: Decision, runs: Sequence[Run]) -> dict[str, Any]:

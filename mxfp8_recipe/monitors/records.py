@@ -17,11 +17,11 @@ class Record(BaseModel):
 class SegmentShift(Record):
     """Mean logit error (candidate minus reference) of one segment.
 
-    `segment` is None for the pool of segments too small to be known on their own; `error` is the standard
-    error of `mean` over rows.
+    `segment` is its number or name, None for the pool of segments too small to be known on their own; `error` is
+    the standard error of `mean` over rows.
     """
 
-    segment: int | None
+    segment: int | str | None
     rows: int
     mean: float
     error: float
