@@ -393,3 +393,13 @@ def test_a_gate_names_the_segment_as_the_file_does(files):
     assert [g["detail"].rpartition(" of ")[2] for g in report(files / "out")["gates"] if not g["holds"]] == [
         "segment old"
     ]
+
+
+@pytest.mark.parametrize("pair", [("a.parquet", "three.parquet"), ("three.parquet", "a.parquet")])
+def test_a_seed_that_one_file_lacks_is_named(files, pair):
+    write(files / "three.parquet", shuffled({n: v[ROWS:] for n, v in columns(seed=10).items()}))
+    assert run(*pair, "--out", "out").exit_code in (0, 3)
+    found = report(files / "out")
+    assert found["seeds"] == ["1", "2", "3"]
+    assert found["mismatches"][0].startswith("three.parquet has no row of 1 seed of a.parquet, left out: 0; a training")
+    assert found["mismatches"][1].startswith(f"{ROWS} rows of a.parquet")

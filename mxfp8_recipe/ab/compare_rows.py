@@ -117,11 +117,13 @@ def _join(
     notes = []
     if not found.all():
         missing = np.flatnonzero(~found)
+        notes += _lost_seeds(here, there, found)
         notes.append(f"{len(missing)} rows of {here.path} are not in {there.path}, left out: {_names(here, missing)}")
     if found.sum() < len(there):
         unused = np.ones(len(there), dtype=bool)
         unused[place[found]] = False
         extra = np.flatnonzero(unused)
+        notes += _lost_seeds(there, here, ~unused)
         notes.append(
             f"{len(extra)} rows of {there.path} are none of the rows of {here.path} that are compared, left out: "
             f"{_names(there, extra)}"
@@ -130,6 +132,16 @@ def _join(
         rows.take(np.flatnonzero(found))
         place = place[found]
     return place, notes
+
+
+def _lost_seeds(has: _Keys, lacks: _Keys, kept: np.ndarray) -> list[str]:
+    """Trainings of one file of which no row is left: to drop one that failed would flatter its recipe."""
+    if has.seed is None:
+        return []
+    lost = np.setdiff1d(np.unique(has.seed), np.unique(has.seed[kept]))
+    names = ", ".join(_name(seed) for seed in lost[:EXAMPLES]) + (", ..." if len(lost) > EXAMPLES else "")
+    left_out = f"{len(lost)} {'seed' if len(lost) == 1 else 'seeds'} of {has.path}, left out: {names}"
+    return [f"{lacks.path} has no row of {left_out}; a training that failed must not be missing"] if len(lost) else []
 
 
 def _places(keys: np.ndarray, other_keys: np.ndarray) -> np.ndarray:
