@@ -35,8 +35,9 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
     table = Table("bench", "case", "variant", "provider", "ms", "of ceiling", "of BF16", "commit", box=None)
     for row in rows:
         share, ratio = row.get("pct_of_ceiling"), row.get("ratio_to_bf16")
+        time = f"{row['ms_median']:.4f}" if "ms_median" in row else ""
         table.add_row(
-            row["bench"], row["case"], row.get("variant", ""), row.get("provider", ""), f"{row['ms_median']:.4f}" if "ms_median" in row else "",
+            row["bench"], row["case"], row.get("variant", ""), row.get("provider", ""), time,
             "" if share is None else f"{share:.1f} %", "" if ratio is None else f"{ratio:.2f}x", row["commit"],
         )  # fmt: skip
     console.print(table)

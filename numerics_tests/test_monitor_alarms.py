@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from mxfp8_recipe import apply_recipe
 from mxfp8_recipe.monitors import Alarm, AlarmKind, AlarmLimits, MonitorReport, NumericsAlarm, NumericsMonitor
+from mxfp8_recipe.monitors.live.alarms import Alarms
+from mxfp8_recipe.monitors.live.records import LayerStatistics, TensorStatistics
 from numerics_tests.monitor_models import Plant, Ranker, loss_of, rows, set_step
 
 Watched = tuple[list[MonitorReport], list[float]]
@@ -380,3 +382,22 @@ def test_one_channel_of_a_wide_layer() -> None:
     assert at_alarm.underflow_frac < 0.1
     assert at_alarm.sqnr_db is not None
     assert at_alarm.sqnr_db > 30
+
+
+@pytest.mark.parametrize(
+    ("tensor_db", "gemm_db", "named"), [(27, 24, []), (27, 17, ["wgrad"]), (23, 24, ["grad_output"])]
+)
+def test_figures_better_than_the_format_s_are_no_baseline(tensor_db: float, gemm_db: float, named: list[str]) -> None:
+    """A layer that starts at zero has gradients that are exact, and then gradients like any other's."""
+
+    def figures(tensor: float, gemm: float) -> list[LayerStatistics]:
+        seen = TensorStatistics(
+            amax=1.0, scale_min=-8, scale_max=-8, sqnr_db=tensor, underflow_frac=0.0, saturation_frac=0.0,
+            nonfinite_blocks=0, blocks=8,
+        )  # fmt: skip
+        return [LayerStatistics(layer="out", tensors={"grad_output": seen}, gemm_sqnr_db={"wgrad": gemm})]
+
+    alarms, found = Alarms(), []
+    for step in range(12):
+        found += alarms.check_layers(step, figures(55.0, 40.0) if step < 8 else figures(tensor_db, gemm_db), {})
+    assert [alarm.tensor for alarm in found] == named

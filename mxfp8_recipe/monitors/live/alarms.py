@@ -28,6 +28,8 @@ class AlarmLimits:
 
     Attributes:
         sqnr_drop_db: below the baseline by this much. sqnr_floor_db: or below this, whatever the baseline.
+        sqnr_usual_db: what the format gives a tensor without structure; a baseline above it counts as this. Zeros and
+            powers of two, as gradients of a layer that starts at zero have them, are exact and do not last.
         underflow_growth, saturation_growth: above the baseline by this share of the elements.
         underflow_limit, saturation_limit: or above this, whatever the baseline. P is exempt from the former: softmax
             makes what does not matter small.
@@ -44,6 +46,7 @@ class AlarmLimits:
 
     sqnr_drop_db: float = 6.0
     sqnr_floor_db: float = 15.0
+    sqnr_usual_db: float = 31.0
     underflow_growth: float = 0.1
     underflow_limit: float = 0.5
     saturation_growth: float = 0.03
@@ -159,7 +162,7 @@ class Alarms:
         return found + self._judge(step, flattening, self._flattening(flattening, sums, classes))
 
     def _sqnr(self, where: tuple[str, str], value: float) -> _Crossing:
-        baseline = self._baseline((AlarmKind.SQNR, *where))
+        baseline = self._usual_sqnr(where)
         excess, limit = 0.0, self.limits.sqnr_floor_db
         if baseline is not None:
             excess = (baseline - value) / self.limits.sqnr_drop_db
@@ -168,9 +171,13 @@ class Alarms:
             excess = max(excess, 1.0 + (self.limits.sqnr_floor_db - value) / self.limits.sqnr_floor_db)
         return _Crossing(excess, value, limit, baseline, f"SQNR fell to {value:.1f} dB")
 
+    def _usual_sqnr(self, where: tuple[str, str]) -> float | None:
+        baseline = self._baseline((AlarmKind.SQNR, *where))
+        return None if baseline is None else min(baseline, self.limits.sqnr_usual_db)
+
     def _gemm(self, where: tuple[str, str], value: float) -> _Crossing:
         """As `_sqnr`, without the floor: a product of canceling terms has a low SQNR in health too."""
-        baseline = self._baseline((AlarmKind.SQNR, *where))
+        baseline = self._usual_sqnr(where)
         if baseline is None:
             return _Crossing(0.0, value, math.nan, None, "")
         drop = 2 * self.limits.sqnr_drop_db
