@@ -39,7 +39,7 @@ test: venv
 compile: $(OLDEST_TRITON)
 	@for path in . $(OLDEST_TRITON):.; do \
 	    PYTHONPATH=$$path $(RUN) numerics_tests/compile_only.py 90 100 || exit 1; \
-	    PYTHONPATH=$$path $(RUN) -m pytest -q numerics_tests/test_gemm_compile.py numerics_tests/test_blackwell_compile.py || exit 1; \
+	    PYTHONPATH=$$path $(RUN) -m pytest -q numerics_tests/test_replay.py numerics_tests/test_gemm_compile.py numerics_tests/test_blackwell_compile.py || exit 1; \
 	done
 
 $(OLDEST_TRITON): | venv

@@ -143,7 +143,7 @@ def quantize_staged_config(shared_rows: bool) -> TileConfig:
 
 
 def norm_staged_config(shared_rows: bool, flags: dict[str, Any]) -> TileConfig | None:
-    """At 64 registers four programs fit a multiprocessor (1 x 128: 262144 x 512 72 %, 65536 x 1024 67 %, 65536 x 2048
+    """At 64 registers four programs fit a multiprocessor (1 x 128: 262144 x 512 73 %, 65536 x 1024 68 %, 65536 x 2048
     68 %, 16384 x 4096 65 %; `norm_tile_kernel` 56 to 57 %). None without 1 x N rows: there `norm_tile_kernel` is faster
     (65536 x 1024: 71 against 66 %), unless it has to store single bytes.
     """

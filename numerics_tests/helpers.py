@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -147,3 +151,21 @@ def train(
         optimizer.zero_grad()
         (model(x) - 1.0).square().mean().backward()
         (step or optimizer.step)()
+
+
+def run_ranks(script: Path, directory: Path, ranks: int, seconds: float) -> None:
+    """Run `script RANK DIRECTORY` in a process for each rank, on gloo over the loopback; every one must end well."""
+    root = Path(__file__).resolve().parent.parent
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(directory)], env=environment, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        ends = [(process.communicate(timeout=seconds)[1], process.returncode) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(code == 0 for _, code in ends), "\n".join(text[-3000:] for text, _ in ends)

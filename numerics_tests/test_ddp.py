@@ -5,8 +5,6 @@ Run as a script with a rank and a directory, this file is one of the two process
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mxfp8_recipe import apply_recipe
 from mxfp8_recipe.modules import is_swapped
-from numerics_tests.helpers import MLP
+from numerics_tests.helpers import MLP, run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS, STEPS, TOKENS, SECONDS = 2, 3, 64, 120
@@ -69,18 +67,7 @@ def worker(rank: int, directory: Path) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with what each rank trained, in both orders of swapping and wrapping."""
     directory = tmp_path_factory.mktemp("ddp")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, str(Path(__file__).resolve())]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(directory)], env=environment, stderr=subprocess.PIPE, text=True)
-        for rank in range(RANKS)
-    ]
-    try:
-        outcomes = [(process.communicate(timeout=SECONDS)[1], process.returncode) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert all(code == 0 for _, code in outcomes), "\n".join(text[-2000:] for text, _ in outcomes)
+    run_ranks(Path(__file__).resolve(), directory, RANKS, SECONDS)
     return directory
 
 

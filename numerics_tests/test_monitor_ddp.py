@@ -5,8 +5,6 @@ Run as a script with a rank and a directory, this file is one of the two process
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -21,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mxfp8_recipe import apply_recipe
 from mxfp8_recipe.monitors import JSONLSink, MonitorReport, NumericsMonitor
 from mxfp8_recipe.monitors.entropy import EntropySums
+from numerics_tests.helpers import run_ranks
 from numerics_tests.monitor_models import Ranker, loss_of, rows, same_state
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,18 +108,7 @@ def worker(rank: int, directory: Path) -> None:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """What each of two ranks saw, and the directory they wrote to."""
     directory = tmp_path_factory.mktemp("monitor_ddp")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, str(Path(__file__).resolve())]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(directory)], env=environment, stderr=subprocess.PIPE, text=True)
-        for rank in range(RANKS)
-    ]
-    try:
-        ends = [(process.communicate(timeout=SECONDS)[1], process.returncode) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert all(code == 0 for _, code in ends), "\n".join(text[-3000:] for text, _ in ends)
+    run_ranks(Path(__file__).resolve(), directory, RANKS, SECONDS)
     return directory, [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 

@@ -132,21 +132,7 @@ def decide(evidence: Evidence, *, budget: float = 0.001, limits: GateLimits | No
         raise ValueError(f"budget must be a relative NE gap inside (0, 1), got {budget}")
     gates = same_weights_gates(evidence.same_weights, limits or GateLimits())
     tasks, segments = _judged(evidence, budget)
-    decided, undecided = _what_is_known(gates, tasks, segments, evidence)
-    outcome, reasons = _conclusion(evidence, gates, tasks, segments)
-    if outcome is Outcome.PASS and evidence.identical:
-        decided, undecided = [*decided, *reasons], []
-    return Decision(
-        outcome=outcome,
-        reasons=tuple(reasons),
-        decided=tuple(decided),
-        undecided=tuple(undecided),
-        gates=gates,
-        tasks=tasks,
-        power=_worst_power([task.power for task in tasks]),
-        budget=budget,
-        segments=segments,
-    )
+    return _decision(evidence, gates, tasks, segments, budget)
 
 
 def decide_same_weights(
@@ -177,8 +163,20 @@ def decide_same_weights(
         for (name, _), (gap, error), f in zip(agreements, changes, failed, strict=True)
     )
     evidence = Evidence(gaps=(), same_weights=(), rows=rows, twins_only=True)
-    decided, undecided = _what_is_known(gates, tasks, (), evidence)
-    outcome, reasons = _conclusion(evidence, gates, tasks, ())
+    return _decision(evidence, gates, tasks, (), budget)
+
+
+def _decision(
+    evidence: Evidence,
+    gates: tuple[Gate, ...],
+    tasks: tuple[TaskVerdict, ...],
+    segments: tuple[TaskVerdict, ...],
+    budget: float,
+) -> Decision:
+    decided, undecided = _what_is_known(gates, tasks, segments, evidence)
+    outcome, reasons = _conclusion(evidence, gates, tasks, segments)
+    if outcome is Outcome.PASS and evidence.identical:
+        decided, undecided = [*decided, *reasons], []
     return Decision(
         outcome=outcome,
         reasons=tuple(reasons),
@@ -188,6 +186,7 @@ def decide_same_weights(
         tasks=tasks,
         power=_worst_power([task.power for task in tasks]),
         budget=budget,
+        segments=segments,
     )
 
 
