@@ -25,6 +25,11 @@ def _no_gpu_reason() -> str | None:
     return None
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name a parameter of bytes by its argument: content may differ between workers, which must collect the same."""
+    return argname if isinstance(val, bytes) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = _no_gpu_reason()
     if reason is None:

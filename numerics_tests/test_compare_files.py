@@ -16,6 +16,10 @@ pq = pytest.importorskip("pyarrow.parquet")
 PLAIN = "label,prediction,id\n0,0.25,7\n1,0.5,8\n"
 
 
+def packed(text: str) -> bytes:
+    return gzip.compress(text.encode(), mtime=0)
+
+
 def csv_file(folder: Path, text: str | bytes, name: str = "a.csv") -> PredictionFile:
     (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     return PredictionFile(folder / name)
@@ -32,8 +36,8 @@ def parquet_file(folder: Path, name: str = "a.parquet", **more) -> PredictionFil
         (b"\xef\xbb\xbf" + PLAIN.encode(), "mark.csv"),
         (PLAIN.replace("\n", "\r\n"), "windows.csv"),
         (PLAIN + "\n\n", "blank.csv"),
-        (gzip.compress(PLAIN.encode()), "packed.csv.gz"),
-        (gzip.compress(b"\xef\xbb\xbf" + PLAIN.encode()), "PACKED.GZ"),
+        (packed(PLAIN), "packed.csv.gz"),
+        (packed("\ufeff" + PLAIN), "PACKED.GZ"),
     ],
 )
 def test_csv_as_other_programs_write_it(tmp_path, content, name):
@@ -65,7 +69,7 @@ def test_mistakes_in_csv(tmp_path, text, message):
 
 def test_a_truncated_packed_file_and_a_directory(tmp_path):
     with pytest.raises(CompareError, match="not a CSV file"):
-        csv_file(tmp_path, gzip.compress(PLAIN.encode())[:-9], "short.csv.gz")
+        csv_file(tmp_path, packed(PLAIN)[:-9], "short.csv.gz")
     (tmp_path / "parts.parquet").mkdir()
     with pytest.raises(CompareError, match="got a directory, expected one parquet or CSV file"):
         PredictionFile(tmp_path / "parts.parquet")
