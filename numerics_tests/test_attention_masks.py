@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mxfp8_recipe.autograd import AttentionConfig
 from mxfp8_recipe.functional import mxfp8_attention
-from mxfp8_recipe.fused.attention.reference import full_blocks
+from mxfp8_recipe.fused.attention.gemms import full_blocks
 from numerics_tests.attention_oracle import HIGH, SQUARE, config, heads, only, precision, sqnr_db, visible_blocks
 from numerics_tests.helpers import same_bits
 

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from ..backends.attention import attention_backward, attention_forward, quantize_heads, quantize_merged
 from ..config import AttentionPrecision, LinearPrecision
-from ..fused.attention.reference import GRAD_STREAM, KEY_STREAM, QUERY_STREAM, VALUE_STREAM, transposed
+from ..fused.attention.gemms import GRAD_STREAM, KEY_STREAM, QUERY_STREAM, VALUE_STREAM
+from ..fused.attention.reference import transposed
 from ..fused.attention.spec import GEMMS, AttentionSpec
 from ..fused.spec import QuantSpec
 from .linear import LinearConfig

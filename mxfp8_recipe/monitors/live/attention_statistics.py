@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mxfp8_recipe.functional.listening import AttentionCall
-from mxfp8_recipe.fused.attention.reference import PROBS_EXPONENT
+from mxfp8_recipe.fused.attention.gemms import PROBS_EXPONENT
 from mxfp8_recipe.fused.attention.spec import AttentionSpec
 from mxfp8_recipe.fused.reference import dequantize, quantize_spec
 from mxfp8_recipe.fused.spec import QuantSpec, Rounding
