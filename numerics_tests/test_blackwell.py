@@ -154,7 +154,7 @@ def test_empty_operands_and_errors() -> None:
     none = blackwell.gemm(q[:0], s[:0], q, s)
     assert none.shape == (0, 64)
     assert torch.equal(blackwell.gemm(q[:, :0], s[:, :0], q[:, :0], s[:, :0], torch.ones(64)), torch.ones(64, 64))
-    y, z, qdata, scale = blackwell.gemm_epilogue(q[:0], s[:0], q, s, epilogue=Epilogue(rowwise=QuantSpec()))
+    y, z, _, qdata, scale, *_ = blackwell.gemm_epilogue(q[:0], s[:0], q, s, epilogue=Epilogue(rowwise=QuantSpec()))
     assert (y.shape, z.shape, qdata.shape, scale.shape) == ((0, 64), (0,), (0, 64), (0, 2))
     with pytest.raises(
         ValueError, match=r"a_scale shape \(64, 1\), expected \(512,\) in the 128x4 layout or \(64, 3\)"
@@ -166,8 +166,8 @@ def test_empty_operands_and_errors() -> None:
         blackwell.gemm(q, s, q[:40], s[:40])
     with pytest.raises(ValueError, match="multiple of 32"):
         blackwell.gemm_epilogue(q, s, q[:48], s[:48], epilogue=Epilogue())
-    with pytest.raises(ValueError, match="rounded to nearest without a rotation"):
-        Epilogue(rowwise=QuantSpec(tile=(32, 32)))
+    with pytest.raises(ValueError, match="32x32 tiles span rows"):
+        blackwell.gemm_epilogue(q, s, q, s, epilogue=Epilogue(rowwise=QuantSpec(tile=(32, 32))))
     with pytest.raises(ValueError, match="did you mean 'gelu'"):
         Epilogue(activation="gelo")
 
@@ -177,7 +177,7 @@ def test_the_epilogue_is_what_separate_ops_do() -> None:
     a, b = reference.quantize(torch.randn(40, 64)), reference.quantize(torch.randn(96, 64))
     bias, residual = torch.randn(96), torch.randn(40, 96).bfloat16()
     epilogue = Epilogue(activation="relu", rowwise=QuantSpec(), emit_sum=True)
-    y, z, qdata, scale = gemm_epilogue(*a, *b, bias, residual, epilogue=epilogue, swizzled=True)
+    y, z, _, qdata, scale, *_ = gemm_epilogue(*a, *b, bias, residual, epilogue=epilogue, swizzled=True)
     expected_z = (reference.dequantize(*a) @ reference.dequantize(*b).t() + bias).bfloat16()
     torch.testing.assert_close(z, expected_z, rtol=2**-7, atol=1e-5)
     assert torch.equal(y, F.relu(z) + residual)

@@ -29,7 +29,7 @@ from ..reference_ops import empty
 from ..scale_layout import swizzle_scale, swizzled_numel
 from ._blackwell_kernel import gemm_kernel
 from ._operands import FORMATS, aligned_rows, prepare
-from .epilogue import Epilogue, Outputs, finish
+from .epilogue import Epilogue, Outputs, Rotation, check_steps, finish
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,24 +114,31 @@ def gemm_epilogue(
     residual: Tensor | None = None,
     *,
     epilogue: Epilogue,
+    rotation: Rotation | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    a_tile: tuple[int, int] = (1, 32),
+    b_tile: tuple[int, int] = (1, 32),
     swizzled: bool = False,
+    pad_tokens: int = 1,
 ) -> Outputs:
     """`epilogue.gemm_epilogue` in one Triton kernel.
 
     Args:
         a, a_scale, b, b_scale: as `gemm` takes them; N a multiple of 32.
+        epilogue: what `problem` has no objection to.
         out_dtype: bfloat16 or float16; float32 for an epilogue of the bias alone.
+        a_tile, b_tile: tiles of the operands, which make no difference here.
 
     Raises:
         TypeError: for another dtype. ValueError: for shapes that do not match.
     """
     a, a_scale, b, b_scale = _operands(a, a_scale, b, b_scale)
     (m, k), n = a.shape, b.shape[0]
-    _check_epilogue(m, n, bias, residual, epilogue, out_dtype)
+    _check_epilogue(m, n, bias, residual, epilogue, rotation, out_dtype)
     if a.numel() == 0 or b.numel() == 0:
         z = torch.zeros(m, n, dtype=out_dtype, device=a.device)
-        return finish(z if bias is None else z + bias.to(out_dtype), residual, epilogue=epilogue, swizzled=swizzled)
+        z = z if bias is None else z + bias.to(out_dtype)
+        return finish(z, residual, epilogue=epilogue, swizzled=swizzled, pad_tokens=pad_tokens)
     y = torch.empty(m, n, dtype=out_dtype, device=a.device) if epilogue.emit_high else empty(a, out_dtype)
     z = torch.empty(m, n, dtype=out_dtype, device=a.device) if epilogue.emit_sum else empty(a, out_dtype)
     plan = plan_emission(a, m, n, epilogue.rowwise, None, swizzled=swizzled, pad_tokens=1)
@@ -151,7 +158,20 @@ def gemm_epilogue(
         **constants_of(config, a.dtype, b.dtype, out_dtype, bias is not None, residual is not None, epilogue, plan),
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=False,
     )  # fmt: skip
-    return y, z, plan.outputs[0], plan.outputs[1]
+    return Outputs(y, z, empty(a, out_dtype), *plan.outputs)
+
+
+def problem(epilogue: Epilogue) -> str:
+    """Why the kernel does not do these steps, or nothing."""
+    if epilogue.gated:
+        return "two weights interleaved have no kernel here"
+    if epilogue.rope is not None:
+        return "RoPE has no kernel here"
+    if epilogue.colwise is not None:
+        return "transposed MXFP8 has no kernel here"
+    if epilogue.rowwise is not None and epilogue.rowwise.tile[0] > 1:
+        return f"{epilogue.rowwise.tile_name} tiles span rows, and the kernel's are of one row"
+    return ""
 
 
 def constants_of(
@@ -222,8 +242,12 @@ def _swizzled(name: str, rows: int, k: int, scale: Tensor) -> Tensor:
 
 
 def _check_epilogue(
-    m: int, n: int, bias: Tensor | None, residual: Tensor | None, epilogue: Epilogue, out_dtype: torch.dtype
-) -> None:
+    m: int, n: int, bias: Tensor | None, residual: Tensor | None, epilogue: Epilogue, rotation: Rotation | None,
+    out_dtype: torch.dtype,
+) -> None:  # fmt: skip
+    check_steps(epilogue, residual, rotation)
+    if problem(epilogue):
+        raise ValueError(f"gemm_epilogue: got {epilogue.encode()!r}, but {problem(epilogue)}; store the output first")
     if out_dtype not in DTYPES:
         raise TypeError(f"gemm_epilogue: got out_dtype {out_dtype}, expected bfloat16, float16 or float32")
     if n % 32:
