@@ -51,7 +51,7 @@ def tiles_kernel(
     keys = tl.program_id(1) == 1
     block = tl.program_id(0)
     before = 0
-    own = tl.arange(SAMPLES)
+    own = tl.arange(0, SAMPLES)
     for b in range(block + 1):
         sample = b * SAMPLES + own
         inside = sample < B
@@ -96,15 +96,15 @@ def rank_kernel(
     count = tl.load(from_ptr + tl.where(keys, 1, 0))
     most = tl.where(keys, NK, NQ)
     lists = tl.where(keys, NQ * ENTRY, 0) + ENTRY
-    word = tl.arange(ENTRY)
+    word = tl.arange(0, ENTRY)
     if tl.program_id(0) == 0:
         counts = tl.load(from_ptr + word, mask=word < 2, other=0)
         tl.store(out_ptr + word, counts, mask=tl.where(keys, word == 1, word != 1))
-    own = tl.program_id(0) * RANKS + tl.arange(RANKS)
+    own = tl.program_id(0) * RANKS + tl.arange(0, RANKS)
     work = tl.load(from_ptr + lists + own * ENTRY + 6, mask=own < count, other=-1)
     rank = tl.zeros((RANKS,), tl.int32)
     for j in range(0, count, CHUNK):
-        other = j + tl.arange(CHUNK)
+        other = j + tl.arange(0, CHUNK)
         its = tl.load(from_ptr + lists + other * ENTRY + 6, mask=other < count, other=-1)
         earlier = (its[None, :] == work[:, None]) & (other[None, :] < own[:, None])
         rank += tl.sum(((its[None, :] > work[:, None]) | earlier).to(tl.int32), axis=1)
