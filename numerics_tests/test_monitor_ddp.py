@@ -93,6 +93,26 @@ def demote_on_one_rank(rank: int, directory: Path) -> dict[str, Any]:
     }
 
 
+def refused_on_one_rank(rank: int) -> list[str]:
+    """What each rank is told where rank 1 alone gives what cannot be compared; a good step still works after it."""
+    torch.manual_seed(0)
+    model = Ranker()
+    apply_recipe(model, example_inputs=shard(0, 0)[0])
+    wrapped, told = DistributedDataParallel(model), []
+    x, y = shard(0, rank)
+    wrong: list[Any] = [y[:3], [0.0] * len(y), None, torch.stack([y, y], -1), y]
+    with NumericsMonitor(wrapped, every=1) as monitor:
+        for labels in wrong:
+            logits = wrapped(x)
+            loss_of(logits, y).backward()
+            try:
+                report = monitor.step(logits, labels if rank == 1 else y)
+                told.append(f"{report.predictions[0].rows} rows" if report else "")
+            except (ValueError, TypeError) as error:
+                told.append(str(error))
+    return told
+
+
 def worker(rank: int, directory: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=RANKS)
@@ -100,7 +120,8 @@ def worker(rank: int, directory: Path) -> None:
     within, reports = train(rank, directory, True, write=True, backward=True)
     shown = [report.model_copy(update={"seconds": 0.0}).model_dump_json() for report in reports]
     demoted = demote_on_one_rank(rank, directory)
-    torch.save({"differs": same_state(within, without), "reports": shown, **demoted}, directory / f"{rank}.pt")
+    found = {"differs": same_state(within, without), "reports": shown, "refused": refused_on_one_rank(rank)}
+    torch.save({**found, **demoted}, directory / f"{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -132,6 +153,19 @@ def test_every_rank_has_the_same_report_of_all_rows(outcomes: tuple[Path, list[d
     assert all(0.9 < cosine <= 1 for cosine in report.gradient_cosine.values())
     assert len((directory / "reports0.jsonl").read_text().splitlines()) == STEPS // 2
     assert not (directory / "reports1.jsonl").exists()
+
+
+def test_one_ranks_error_is_raised_on_all(outcomes: tuple[Path, list[dict[str, Any]]]) -> None:
+    """None waits for sums that never come."""
+    first, second = (rank["refused"] for rank in outcomes[1])
+    assert "got logits (64,)" in second[0] or "labels" in second[0]
+    for told, own in zip(first[:2], second[:2]):
+        assert told.startswith("monitor.step: expected the same tasks on every rank, got rank 1: ")
+        assert own in told
+    assert "rank 0: 1 tasks, 0 classes; rank 1: 0 tasks, 0 classes" in first[2]
+    assert first[2] == second[2]
+    assert first[3].startswith("monitor.step: expected")
+    assert first[4] == second[4] == "128 rows"
 
 
 def test_one_ranks_alarm_demotes_on_all(outcomes: tuple[Path, list[dict[str, Any]]]) -> None:

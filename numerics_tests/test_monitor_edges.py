@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -112,6 +113,27 @@ def test_few_rows(count: int) -> None:
     assert MonitorReport.model_validate_json(report.model_dump_json()).layers == report.layers
 
 
+class TwoTowers(nn.Module):
+    def __init__(self, user: nn.Module, item: nn.Module) -> None:
+        super().__init__()
+        self.user, self.item = user, item
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        return self.user(user) + self.item(item)
+
+
+class CallsAttention(nn.Module):
+    """Attention called in its own forward, over (B, L, 64)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.project(x).unflatten(-1, (2, 32)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+
+
 def test_two_monitors_do_not_disturb_each_other() -> None:
     """Two on one model, and one on a part of it: each reports what it reports alone."""
 
@@ -170,6 +192,34 @@ def test_a_part_of_a_model() -> None:
     assert {"self_attn.in_proj", "self_attn.out_proj", "linear1", "linear2"} < found.keys()
     with pytest.raises(ValueError, match="expected all of it for action='demote'"):
         NumericsMonitor(model[0], action="demote")
+
+
+def test_two_towers_whose_attention_has_one_name() -> None:
+    """A recipe applied to each, whose layers know themselves by the name they have there; a teacher's are left out."""
+
+    def tower() -> nn.Module:
+        return nn.TransformerEncoderLayer(64, 2, 64, dropout=0.0, batch_first=True)
+
+    def own_attention() -> nn.Module:
+        torch.manual_seed(0)
+        return CallsAttention()
+
+    for make in (tower, own_attention):
+        torch.manual_seed(0)
+        towers, teacher, x = [make(), make()], make(), torch.randn(2, 32, 64)
+        for one in (*towers, teacher):
+            apply_recipe(one, example_inputs=torch.randn(2, 32, 64))
+        model = TwoTowers(*towers)
+        with NumericsMonitor(model, every=1) as monitor:
+            teacher(x)
+            (model(x, x[:1]) + 0.0).square().sum().backward()
+            report = monitor.step()
+        assert report is not None
+        blocks = {la.layer: la.tensors["probs"].blocks for la in report.layers if "probs" in la.tensors}
+        assert len(blocks) == 2
+        (user,), (item,) = ([n for name, n in blocks.items() if name.startswith(t)] for t in ("user", "item"))
+        assert user == 2 * item > 0
+        assert all("grad_scores" in la.tensors for la in report.layers if la.layer in blocks)
 
 
 @pytest.mark.parametrize("evaluation_first", [True, False])

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 def collected(model: nn.Module, x: Tensor, grad: Tensor | None = None, rows: int = 1024) -> dict[str, LayerStatistics]:
     """What one forward and backward shows of every layer."""
     names = {module: name for name, module in model.named_modules()}
-    collector = Collector(names, {}, rows)
+    collector = Collector(names, rows)
     with listening(collector):
         out = model(x)
         out.backward(torch.ones_like(out) if grad is None else grad)

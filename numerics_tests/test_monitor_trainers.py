@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,7 +54,9 @@ def test_lightning_events_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     apply_recipe(holder.net, example_inputs=rows(0)[0])
     callback = callback_class(module=lambda m: m.net, every=2, sinks=[JSONLSink(tmp_path / "r.jsonl")])
     hooks = len(holder.net._forward_hooks)
-    callback.on_train_start(None, holder)
+    scaler = torch.amp.GradScaler("cpu")
+    callback.on_train_start(SimpleNamespace(precision_plugin=SimpleNamespace(scaler=scaler)), holder)
+    assert callback.monitor.scaler is scaler
     assert len(holder.net._forward_hooks) == hooks + 1
     for step in range(4):
         x, y = rows(step)

@@ -36,7 +36,7 @@ class NumericsMonitorCallback(Callback):
         module: from the LightningModule to the module that a recipe was applied to and that `training_step` calls;
             default the LightningModule itself, where `training_step` calls `self(...)`.
         predictions: from what `training_step` returned, and the batch, to logits, labels and weights.
-        **options: of `NumericsMonitor`.
+        **options: of `NumericsMonitor`; its `scaler` is that of the trainer's precision.
     """
 
     def __init__(
@@ -50,7 +50,8 @@ class NumericsMonitorCallback(Callback):
         self.monitor: NumericsMonitor | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.monitor = NumericsMonitor(self.module(pl_module), **self.options).start()
+        scaler = getattr(getattr(trainer, "precision_plugin", None), "scaler", None)
+        self.monitor = NumericsMonitor(self.module(pl_module), **{"scaler": scaler} | self.options).start()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert self.monitor is not None

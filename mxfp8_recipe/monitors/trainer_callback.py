@@ -31,7 +31,7 @@ class NumericsMonitorCallback(TrainerCallback):
     Args:
         predictions: from the call's keyword arguments and the model's output to logits, labels and weights; default
             `labels` and the output's `logits`, shifted as said, and no weights.
-        **options: of `NumericsMonitor`. `logits_of` has to name logits of the same shape.
+        **options: of `NumericsMonitor`; `scaler` is the trainer's. `logits_of` has to name logits of the same shape.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class NumericsMonitorCallback(TrainerCallback):
         self.monitor: NumericsMonitor | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        options = dict(self.options)
+        options = {"scaler": getattr(kwargs.get("optimizer"), "scaler", None)} | self.options  # accelerate's wrapper's
         if _shifts(model) and self.predictions is None:
             options.setdefault("logits_of", lambda output: logits_in(output)[:, :-1])
         self.monitor = NumericsMonitor(model, **options).start()

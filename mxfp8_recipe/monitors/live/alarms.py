@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from statistics import median
 
-from mxfp8_recipe.monitors.live.records import Alarm, AlarmKind, LayerStatistics, ShadowAgreement
+from mxfp8_recipe.monitors.live.records import GRADIENTS, Alarm, AlarmKind, LayerStatistics, ShadowAgreement
 
 PREDICTIONS = "predictions"
 """Stands for the tensor in alarms about a task."""
@@ -106,13 +106,14 @@ class Alarms:
             del self.watches[subject]
 
     def check_layers(
-        self, step: int, layers: Iterable[LayerStatistics], order: Mapping[tuple[str, str], float]
+        self, step: int, layers: Iterable[LayerStatistics], order: Mapping[tuple[str, str], float], half: bool = False
     ) -> list[Alarm]:
         """Alarms raised or cleared by a report's layers.
 
         Args:
             order: when each tensor was first seen in the step. Alarms come in this order, causes before what follows
                 from them; of several tensors with NaN or Inf only the first is named, and the others are counted.
+            half: gradients may hold NaN or Inf because an fp16 loss is scaled: only `patience` reports in a row count.
         """
         found: list[Alarm] = []
         tensors = [(layer, name, t) for layer in layers for name, t in layer.tensors.items()]
@@ -126,7 +127,8 @@ class Alarms:
             others = f"; {len(broken) - 1} tensors after it have some too" if len(broken) > 1 else ""
             text = f"{t.nonfinite_blocks} of {t.blocks} blocks hold NaN or Inf{others}"
             nonfinite = _Crossing(2.0 * bool(t.nonfinite_blocks), float(t.nonfinite_blocks), 0.0, None, text)
-            found += self._judge(step, (AlarmKind.NONFINITE, *where), nonfinite, patience=1)
+            patience = None if half and name in GRADIENTS else 1
+            found += self._judge(step, (AlarmKind.NONFINITE, *where), nonfinite, patience)
             if t.nonfinite_blocks:
                 continue
             dead = _Crossing(2.0 * (t.amax == 0), t.amax, 0.0, None, "every element is zero")

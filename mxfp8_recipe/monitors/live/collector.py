@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mxfp8_recipe import backends
-from mxfp8_recipe.autograd import LinearConfig
+from mxfp8_recipe.autograd import AttentionConfig, LinearConfig
 from mxfp8_recipe.functional.listening import AttentionCall, LinearCall, listening
 from mxfp8_recipe.fused.spec import QuantSpec
 from mxfp8_recipe.monitors.live.attention_statistics import (
@@ -67,22 +67,23 @@ class Collector:
     """A `Listener` for the layers of one model.
 
     Args:
-        names: FQN of every module. attention_names: FQN of attention by the name its config carries.
+        names: FQN of every module.
         rows: at most this many rows of each tensor are quantized again and multiplied again.
 
     Attributes:
         forward_open: whether forwards are heard; those that checkpointing repeats in backward always are.
+        half: whether some gradient was fp16.
         seconds: host time spent.
     """
 
-    def __init__(self, names: Mapping[nn.Module, str], attention_names: Mapping[str, str], rows: int) -> None:
-        self.names, self.attention_names, self.rows = names, attention_names, rows
+    def __init__(self, names: Mapping[nn.Module, str], rows: int) -> None:
+        self.names, self.rows = names, rows
         self.fields: dict[Key, Fields] = {}
         self.errors: dict[Key, list[Tensor]] = {}
         self.suspects: dict[Key, list[Suspects]] = {}
         self.weights: dict[str, Tensor] = {}
         self.problems: dict[str, str] = {}
-        self.forward_open = True
+        self.forward_open, self.half = True, False
         self.seconds = 0.0
 
     @property
@@ -107,7 +108,9 @@ class Collector:
     def attention(self, call: AttentionCall) -> None:
         if not (self.forward_open or in_backward()):
             return
-        layer = self.attention_names.get(call.config.layer, call.config.layer)
+        layer = self._attention_layer(call.config)
+        if layer is None:
+            return
         with self._aside(layer):
             sample = sample_attention(call)
             if sample is None:
@@ -117,6 +120,13 @@ class Collector:
                 self._add((layer, "probs"), probs)
             if call.output.requires_grad:
                 call.output.register_hook(partial(self._attention_gradient, layer, sample))
+
+    def _attention_layer(self, config: AttentionConfig) -> str | None:
+        """The layer that runs with exactly this config; None for one of another model.
+
+        The name in a config is that of the model its recipe was applied to: two towers may share it.
+        """
+        return next((n for m, n in self.names.items() if m.__dict__.get("mxfp8_config") is config), None)
 
     @contextmanager
     def _aside(self, layer: str) -> Iterator[None]:
@@ -146,6 +156,7 @@ class Collector:
             self._error((layer, "fprop"), product, x, w)
 
     def _gradient(self, layer: str, held: _Held, grad: Tensor) -> None:
+        self.half |= grad.dtype is torch.float16
         with self._aside(layer):
             g_all = grad.detach().reshape(-1, grad.shape[-1])
             g, x, config = sample_rows(g_all, self.rows), held.input, held.config
@@ -167,6 +178,7 @@ class Collector:
                 self._error((layer, "wgrad"), product, g.t(), x.t())
 
     def _attention_gradient(self, layer: str, sample: AttentionSample, grad: Tensor) -> None:
+        self.half |= grad.dtype is torch.float16
         with self._aside(layer):
             fields = grad_scores_fields(sample, grad.detach())
             if fields is not None:

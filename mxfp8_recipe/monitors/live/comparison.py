@@ -39,6 +39,14 @@ class Given:
     weights: Tensor | None
     batch: Any
 
+    def check(self) -> None:
+        """Raise TypeError for what is no tensor."""
+        for name in ("logits", "labels", "weights"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Tensor):
+                got = f"got {type(value).__name__} for {name}, expected a tensor"
+                raise TypeError(f"monitor.step: {got}; of several tasks, torch.stack([...], -1)")
+
 
 @dataclass(frozen=True)
 class Compared:

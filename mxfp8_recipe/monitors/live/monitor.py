@@ -24,18 +24,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mxfp8_recipe.autograd import AttentionConfig
 from mxfp8_recipe.functional.listening import attach, detach
 from mxfp8_recipe.monitors.live.alarms import AlarmLimits, Alarms
 from mxfp8_recipe.monitors.live.collector import Collector, in_backward
-from mxfp8_recipe.monitors.live.comparison import STRAY, Given, Sampled, compare
+from mxfp8_recipe.monitors.live.comparison import STRAY, Compared, Given, Sampled, compare
 from mxfp8_recipe.monitors.live.demotion import DEMOTING, Demotions
 from mxfp8_recipe.monitors.live.dumps import dump_operands, dump_path
 from mxfp8_recipe.monitors.live.gradient_cosine import cosines, owners, powers
 from mxfp8_recipe.monitors.live.layer_report import Packed, Site, pack, sites, unpack
+from mxfp8_recipe.monitors.live.loss_scale import HALF, forward_only, gradient_overflow, scale_of
 from mxfp8_recipe.monitors.live.predictions import PredictionTracker, default_loss, logits_in
 from mxfp8_recipe.monitors.live.ranks import Ranks
-from mxfp8_recipe.monitors.live.records import Alarm, AlarmKind, MonitorReport
+from mxfp8_recipe.monitors.live.records import Alarm, AlarmKind, LayerStatistics, MonitorReport
 from mxfp8_recipe.monitors.live.shadow_pass import (
     ShadowPass,
     TrainingCall,
@@ -45,7 +45,6 @@ from mxfp8_recipe.monitors.live.shadow_pass import (
 )
 from mxfp8_recipe.monitors.live.sinks import Sink, Sinks
 from mxfp8_recipe.monitors.live.tensor_statistics import SUMS as TENSOR_SUMS
-from mxfp8_recipe.swap import PLAN
 
 _NONFINITE = TENSOR_SUMS.index("nonfinite")
 _THREAD = threading.local()
@@ -83,6 +82,8 @@ class NumericsMonitor:
         rows: rows of a tensor whose quantization error is measured; amax and NaN are looked for in all.
         dump_dir: where operands of a non-finite block are saved.
         shadow_dtype: what the shadow runs in where neither autocast nor the weights' dtype decides.
+        scaler: the `torch.amp.GradScaler` of the loop, if it has one: gradients that overflow under its scale raise no
+            alarm until the scale is down to 1.
         process_group: whose ranks are reduced over; default DDP's, or all there are. Every rank has to call `step`.
 
     Raises:
@@ -106,6 +107,7 @@ class NumericsMonitor:
         rows: int = 1024,
         dump_dir: str | Path = "numerics_dumps",
         shadow_dtype: torch.dtype = torch.bfloat16,
+        scaler: Any = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -118,7 +120,8 @@ class NumericsMonitor:
         self.every, self.backward, self.action, self.rows = every, backward, action, rows
         self.dump_dir, self.statistics = Path(dump_dir), statistics
         self.alarms = Alarms(limits or AlarmLimits())
-        self._logits_of, self._loss = logits_of or logits_in, loss
+        self._logits_of, self._loss, self.scaler = logits_of or logits_in, loss, scaler
+        scale_of(scaler)  # raises for what is none
         self._called, self._plain = called_module(model), plain_module(model)
         self._shadow_pass = ShadowPass(self._plain, shadow_dtype)
         self._ranks = Ranks.of(model, process_group)
@@ -218,25 +221,23 @@ class NumericsMonitor:
             The report, or None on steps between.
 
         Raises:
-            ValueError, TypeError: shapes that do not fit, labels outside [0, 1], no tensors. NumericsAlarm: under
-                `action="raise"`.
+            ValueError, TypeError: shapes that do not fit, labels outside [0, 1], no tensors; of several ranks, on all
+                of them where one has them. NumericsAlarm: under `action="raise"`.
         """
         if not self._handles:
             raise RuntimeError("NumericsMonitor.step: the monitor is not attached; use it as a context manager")
-        for name, value in (("logits", logits), ("labels", labels), ("weights", weights)):
-            if value is not None and not isinstance(value, Tensor):
-                got = f"got {type(value).__name__} for {name}, expected a tensor"
-                raise TypeError(f"monitor.step: {got}; of several tasks, torch.stack([...], -1)")
+        given = Given(logits, labels, weights, batch)
         step, sampled, is_sampled = self._step, self._sampled, self.is_sampled
         self._step, self._sampled = step + 1, None
         if not is_sampled:
+            given.check()
             return None
         detach(self._collector)
         started = time.perf_counter()
         collector, self._collector = self._collector, self._new_collector()
         collector.forward_open = True  # of what is run again here
         try:
-            report, raised = self._report(step, sampled, collector, Given(logits, labels, weights, batch), started)
+            report, raised = self._report(step, sampled, collector, given, started)
         finally:
             self._notes = []
         if self._ranks.rank == 0:
@@ -248,16 +249,7 @@ class NumericsMonitor:
         return report
 
     def _new_collector(self) -> Collector:
-        attention = {}
-        for module, prefix in self._names.items():
-            if PLAN in module.__dict__:
-                inner = (name for name, _ in module.named_modules())
-                attention.update({name: ".".join(filter(None, (prefix, name))) for name in inner})
-        for module, name in self._names.items():  # of a part of the model, whose layers have their names from the whole
-            config = module.__dict__.get("mxfp8_config")
-            if isinstance(config, AttentionConfig):
-                attention.setdefault(config.layer, name)
-        return Collector(self._names, attention, self.rows)
+        return Collector(self._names, self.rows)
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or _capturing():
@@ -317,12 +309,9 @@ class NumericsMonitor:
     ) -> tuple[MonitorReport, list[Alarm]]:
         """The report of a step, and the alarms raised on it."""
         before = collector.seconds
-        sampled = self._complete(sampled, collector, given)
         modules = owners(self._names) if self.backward else []
-        gradients = self._gradient_powers(sampled, collector, given, modules)
         rows, device = sites(self._names), self._device
-        packed = pack(collector, rows, device)
-        compared = compare(sampled, given, self._logits_of, device)
+        packed, compared, gradients = self._own(sampled, collector, given, modules, rows)
         holder = torch.where(packed.sums[:, _NONFINITE] > 0, float(self._ranks.rank), -1.0)
         keys = [(site.layer, tensor) for site in rows for tensor in site.tensors]
         places = {key: float(place) for place, key in enumerate(collector.fields)}
@@ -330,7 +319,7 @@ class NumericsMonitor:
         read = self._ranks.read(
             {"sums": packed.sums, "errors": packed.errors, "rows": compared.sums, "gradients": gradients},
             {"maxima": packed.maxima, "largest": compared.largest, "holder": holder, "order": order}
-            | {"strays": compared.strays},
+            | {"strays": compared.strays, "half": compared.strays.new_tensor([float(collector.half)])},
         )
         if read["strays"].item() > STRAY:
             self._note(
@@ -342,7 +331,8 @@ class NumericsMonitor:
         for problem in collector.problems.values():
             self._note(problem)
         layers = unpack(Packed(read["sums"], read["maxima"], read["errors"]), rows)
-        alarms = self.alarms.check_layers(step, layers, dict(zip(keys, read["order"].tolist())))
+        judged, half = self._judged(layers, bool(read["half"]))
+        alarms = self.alarms.check_layers(step, judged, dict(zip(keys, read["order"].tolist())), half)
         holders = dict(zip(keys, read["holder"].tolist()))
         alarms = [self._with_dump(alarm, collector, holders) for alarm in alarms]
         predictions = self._predictions.add(read["rows"], read["largest"], compared.classes)
@@ -363,6 +353,36 @@ class NumericsMonitor:
             seconds=time.perf_counter() - started + before,
         )
         return report, raised
+
+    def _own(
+        self, sampled: Sampled | None, collector: Collector, given: Given, modules: list[Any], rows: list[Site]
+    ) -> tuple[Packed, Compared, Tensor]:
+        """What this rank has seen. An error in it is raised on every rank, and none waits for the others' sums."""
+        device = self._device
+        try:
+            given.check()
+            sampled = self._complete(sampled, collector, given)
+            gradients = self._gradient_powers(sampled, collector, given, modules)
+            found = pack(collector, rows, device), compare(sampled, given, self._logits_of, device), gradients
+        except Exception as error:
+            self._ranks.agree(error, {}, device)
+            raise
+        self._ranks.agree(None, {"tasks": found[1].sums.shape[1], "classes": found[1].classes}, device)
+        return found
+
+    def _judged(self, layers: tuple[LayerStatistics, ...], half: bool) -> tuple[tuple[LayerStatistics, ...], bool]:
+        """The layers that alarms are about, and whether fp16 gradients may overflow by a scale that was not told."""
+        first = gradient_overflow(layers)
+        if not first:
+            return layers, False
+        scale = scale_of(self.scaler)
+        (scaled,) = self._ranks.any([scale is not None and scale >= 1], self._device)
+        if scaled:
+            self._notes.append(f"gradients overflowed at the scaler's scale, in {first} first; it skips such a step")
+            return forward_only(layers), False
+        if half and scale is None:
+            self._note(HALF)
+        return layers, half and scale is None
 
     def _complete(self, sampled: Sampled | None, collector: Collector, given: Given) -> Sampled | None:
         """The sampled call, with what the training's own forward did not show run again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,31 @@ class Ranks:
             found[name] = values[start : start + tensor.numel()].view(tensor.shape)
             start += tensor.numel()
         return found
+
+    def agree(self, error: Exception | None, shapes: dict[str, int], device: torch.device) -> None:
+        """Return where every rank can go on to `read`: none has an `error`, and all have the same `shapes`.
+
+        Raises:
+            ValueError: on every other rank, with the words of those that cannot. A rank's own error is left to it.
+        """
+        if self.size == 1:
+            return
+        sizes = list(shapes.values()) or [-1, -1]
+        mine = torch.tensor(
+            [float(error is not None), *sizes, *(-n for n in sizes)], dtype=torch.float64, device=device
+        )
+        dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.group)
+        failed, *most = mine.tolist()
+        half = len(most) // 2
+        if not failed and all(a == -b for a, b in zip(most[:half], most[half:])):
+            return
+        words = ", ".join(f"{size} {name}" for name, size in shapes.items())
+        told_of_this = (error is not None, f"{type(error).__name__}: {error}" if error else words)
+        told: list[Any] = [None] * self.size
+        dist.all_gather_object(told, told_of_this, group=self.group)
+        if error is None:
+            shown = (f"rank {rank}: {text}" for rank, (fails, text) in enumerate(told) if fails or not failed)
+            raise ValueError(f"monitor.step: expected the same tasks on every rank, got {'; '.join(shown)}")
 
     def any(self, flags: list[bool], device: torch.device) -> list[bool]:
         """For each flag, whether some rank has set it."""

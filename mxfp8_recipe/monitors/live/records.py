@@ -6,6 +6,9 @@ from enum import Enum
 
 from mxfp8_recipe.monitors.records import Record
 
+GRADIENTS = ("grad_output", "grad_scores")
+"""Tensors of a layer that backward gives."""
+
 
 class TensorStatistics(Record):
     """One operand of an MXFP8 layer on one sampled step, over all ranks.
