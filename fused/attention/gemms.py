@@ -30,8 +30,8 @@ Quantized = tuple[Tensor, Tensor]
 """`(qdata, scale)` as uint8 storage, contraction last; two empty tensors for an operand in high precision."""
 
 
-OPERANDS = ("query", "key", "value", "grad", "grad_t", "key_t", "query_t")
-"""Quantized operands of a backward pass: along the head dim, and (`_t`) along the sequence."""
+OPERANDS = ("query", "key", "value", "grad", "query_t", "key_t", "value_t", "grad_t")
+"""Quantized operands of a call: along the head dim, and (`_t`) along the sequence."""
 
 
 def with_empty(operands: dict[str, Quantized], like: Tensor) -> dict[str, Quantized]:
