@@ -13,7 +13,7 @@ from .._device import INTERPRETED, software_bf16
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    """`a @ b` in fp32."""
+    """`a @ b` in fp32. PRECISION: how operands in fp32 are multiplied."""
     if INTERPRETED:
         c = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
@@ -34,7 +34,7 @@ def add_product(a, b, c, PRECISION: tl.constexpr):
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
     """Fp32 to DTYPE, to nearest even."""
-    if INTERPRETED and DTYPE == tl.bfloat16:
+    if INTERPRETED and tl.bfloat16 == DTYPE:
         y = software_bf16(x).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         y = x.to(DTYPE)

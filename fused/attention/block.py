@@ -14,10 +14,9 @@ Nobody counts the blocks. Sample i owns the slots from `offsets[i] // TILE + i`:
 `T // TILE + B` in all, known without asking the device. Programs of superfluous slots end at once.
 """
 
-
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -26,11 +25,10 @@ from torch import Tensor
 
 from ..jit import kernel
 from ..launch import next_power_of_2
-from ._products import add_product, product, rounded
+from ._products import product, rounded
 
 BLOCKS = (32, 64, 128)
 LOG2E = 1.4426950408889634
-SCALARS = ["B", "QT8", "QH8", "KT8", "KH8", "VT8", "VH8", "GT8", "GH8"]
 FANOUT = tl.constexpr(128)
 """Offsets a step of the search compares at once."""
 
@@ -56,14 +54,17 @@ def tile_of(offsets_ptr, slot, B, TILE: tl.constexpr):
 
 
 @triton.jit
-def load_tile(ptr, first, head, count, STRIDE_T, STRIDE_H, WIDTH: tl.constexpr, TILE: tl.constexpr, PAD: tl.constexpr):
+def load_tile(
+    ptr, first, head, count,
+    ROW: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
     """(TILE, PAD) of one head, zero past `count` tokens and WIDTH features."""
     row = tl.arange(0, TILE)[:, None]
     col = tl.arange(0, PAD)[None, :]
     mask = row < count
     if PAD != WIDTH:
         mask = mask & (col < WIDTH)
-    return tl.load(ptr + first * STRIDE_T + head * STRIDE_H + row * STRIDE_T + col, mask=mask, other=0.0)
+    return tl.load(ptr + first * ROW + head * HEAD + (row * ROW + col), mask=mask, other=0.0)
 
 
 @triton.jit
@@ -76,12 +77,12 @@ def store_tile(ptr, value, first, head, count, HEADS: tl.constexpr, WIDTH: tl.co
     mask = row < count
     if PAD != WIDTH:
         mask = mask & (col < WIDTH)
-    at = ptr + (first * HEADS + head) * WIDTH + row * (HEADS * WIDTH) + col
+    at = ptr + (first * HEADS + head) * WIDTH + (row * (HEADS * WIDTH) + col)
     tl.store(at, rounded(value, ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def exponentials(q, k, count, to_base_2, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr):
+def exponentials(q, k, count, to_base_2, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
     """`exp(S - max)` of a tile, 0 where a key is not seen, and its row sums.
 
     A query past `count` sees everything: its sums are positive, and its Q and dO, which are zero, add nothing.
@@ -89,7 +90,7 @@ def exponentials(q, k, count, to_base_2, BLOCK: tl.constexpr, CAUSAL: tl.constex
     TILE: tl.constexpr = q.shape[0]
     query = tl.arange(0, TILE)[:, None]
     key = tl.arange(0, TILE)[None, :]
-    s = product(q, tl.trans(k), PRECISION) * to_base_2
+    s = product(q, tl.trans(k), "tf32") * to_base_2
     seen = key < count
     if BLOCK < TILE:
         seen = seen & (query // BLOCK == key // BLOCK)
@@ -100,87 +101,65 @@ def exponentials(q, k, count, to_base_2, BLOCK: tl.constexpr, CAUSAL: tl.constex
     return e, tl.sum(e, axis=1)
 
 
-@kernel(do_not_specialize=SCALARS)
+@kernel(do_not_specialize=["B"])
 def block_forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, offsets_ptr, to_base_2, B, QT8, QH8, KT8, KH8, VT8, VH8,
+    q_ptr, k_ptr, v_ptr, out_ptr, offsets_ptr, to_base_2, B,
+    QT: tl.constexpr, QH: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, VT: tl.constexpr, VH: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, CAUSAL: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """HEADS query heads of a tile. Strides come as eighths: says that rows start on 16 bytes."""
+    """HEADS query heads of a tile. QT, QH: strides of a token and a head."""
     slot = tl.program_id(0) // (H // HEADS)
     head0 = tl.program_id(0) % (H // HEADS) * HEADS
     first, count = tile_of(offsets_ptr, slot, B, TILE)
     for i in tl.range(0, tl.where(count > 0, HEADS, 0), num_stages=STAGES):
         head = head0 + i
         shared = head // (H // G)
-        q = load_tile(q_ptr, first, head, count, QT8 * 8, QH8 * 8, D, TILE, DP)
-        k = load_tile(k_ptr, first, shared, count, KT8 * 8, KH8 * 8, D, TILE, DP)
-        v = load_tile(v_ptr, first, shared, count, VT8 * 8, VH8 * 8, E, TILE, EP)
-        e, total = exponentials(q, k, count, to_base_2, BLOCK, CAUSAL, PRECISION)
-        out = product(rounded(e, v.dtype), v, PRECISION) * (1.0 / total)[:, None]
+        q = load_tile(q_ptr, first, head, count, QT, QH, D, TILE, DP)
+        k = load_tile(k_ptr, first, shared, count, KT, KH, D, TILE, DP)
+        v = load_tile(v_ptr, first, shared, count, VT, VH, E, TILE, EP)
+        e, total = exponentials(q, k, count, to_base_2, BLOCK, CAUSAL)
+        out = product(rounded(e, v.dtype), v, "tf32") * (1.0 / total)[:, None]
         store_tile(out_ptr, out, first, head, count, H, E)
 
 
 @triton.jit
-def score_gradients(q, k, v, g, count, to_base_2, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr):
+def score_gradients(q, k, v, g, count, to_base_2, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
     """P and dS in the dtype they are multiplied in."""
-    e, total = exponentials(q, k, count, to_base_2, BLOCK, CAUSAL, PRECISION)
+    e, total = exponentials(q, k, count, to_base_2, BLOCK, CAUSAL)
     p = e * (1.0 / total)[:, None]
-    dp = product(g, tl.trans(v), PRECISION)
+    dp = product(g, tl.trans(v), "tf32")
     delta = tl.sum(p * dp, axis=1)
     return rounded(p, q.dtype), rounded(p * (dp - delta[:, None]), q.dtype)
 
 
-@kernel(do_not_specialize=SCALARS)
+@kernel(do_not_specialize=["B"])
 def block_backward_kernel(
     g_ptr, q_ptr, k_ptr, v_ptr, dq_ptr, dk_ptr, dv_ptr, offsets_ptr, to_base_2, scale, B,
-    GT8, GH8, QT8, QH8, KT8, KH8, VT8, VH8,
+    GT: tl.constexpr, GH: tl.constexpr, QT: tl.constexpr, QH: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr,
+    VT: tl.constexpr, VH: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, CAUSAL: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, WANT_Q: tl.constexpr, WANT_K: tl.constexpr, WANT_V: tl.constexpr,
+    WANT_Q: tl.constexpr, WANT_K: tl.constexpr, WANT_V: tl.constexpr,
 ):  # fmt: skip
-    """HEADS key heads of a tile, each with the H / G query heads that share it."""
-    SHARING: tl.constexpr = H // G
-    slot = tl.program_id(0) // (G // HEADS)
-    head0 = tl.program_id(0) % (G // HEADS) * HEADS
+    """HEADS query heads of a tile. dk, dv: (T, H, .), each query head's own."""
+    slot = tl.program_id(0) // (H // HEADS)
+    head0 = tl.program_id(0) % (H // HEADS) * HEADS
     first, count = tile_of(offsets_ptr, slot, B, TILE)
     for i in tl.range(0, tl.where(count > 0, HEADS, 0), num_stages=STAGES):
-        shared = head0 + i
-        k = load_tile(k_ptr, first, shared, count, KT8 * 8, KH8 * 8, D, TILE, DP)
-        v = load_tile(v_ptr, first, shared, count, VT8 * 8, VH8 * 8, E, TILE, EP)
-        if SHARING == 1:
-            q = load_tile(q_ptr, first, shared, count, QT8 * 8, QH8 * 8, D, TILE, DP)
-            g = load_tile(g_ptr, first, shared, count, GT8 * 8, GH8 * 8, E, TILE, EP)
-            p, ds = score_gradients(q, k, v, g, count, to_base_2, BLOCK, CAUSAL, PRECISION)
-            if WANT_V:
-                dv = product(tl.trans(p), g, PRECISION)
-                store_tile(dv_ptr, dv, first, shared, count, G, E)
-            if WANT_K:
-                dk = product(tl.trans(ds), q, PRECISION) * scale
-                store_tile(dk_ptr, dk, first, shared, count, G, D)
-            if WANT_Q:
-                dq = product(ds, k, PRECISION) * scale
-                store_tile(dq_ptr, dq, first, shared, count, H, D)
-        else:
-            dv_sum = tl.zeros((TILE, EP), tl.float32)
-            dk_sum = tl.zeros((TILE, DP), tl.float32)
-            for r in range(SHARING):
-                head = shared * SHARING + r
-                q = load_tile(q_ptr, first, head, count, QT8 * 8, QH8 * 8, D, TILE, DP)
-                g = load_tile(g_ptr, first, head, count, GT8 * 8, GH8 * 8, E, TILE, EP)
-                p, ds = score_gradients(q, k, v, g, count, to_base_2, BLOCK, CAUSAL, PRECISION)
-                if WANT_V:
-                    dv_sum = add_product(tl.trans(p), g, dv_sum, PRECISION)
-                if WANT_K:
-                    dk_sum = add_product(tl.trans(ds), q, dk_sum, PRECISION)
-                if WANT_Q:
-                    dq = product(ds, k, PRECISION) * scale
-                    store_tile(dq_ptr, dq, first, head, count, H, D)
-            if WANT_V:
-                store_tile(dv_ptr, dv_sum, first, shared, count, G, E)
-            if WANT_K:
-                store_tile(dk_ptr, dk_sum * scale, first, shared, count, G, D)
+        head = head0 + i
+        shared = head // (H // G)
+        k = load_tile(k_ptr, first, shared, count, KT, KH, D, TILE, DP)
+        v = load_tile(v_ptr, first, shared, count, VT, VH, E, TILE, EP)
+        q = load_tile(q_ptr, first, head, count, QT, QH, D, TILE, DP)
+        g = load_tile(g_ptr, first, head, count, GT, GH, E, TILE, EP)
+        p, ds = score_gradients(q, k, v, g, count, to_base_2, BLOCK, CAUSAL)
+        if WANT_V:
+            store_tile(dv_ptr, product(tl.trans(p), g, "tf32"), first, head, count, H, E)
+        if WANT_K:
+            store_tile(dk_ptr, product(tl.trans(ds), q, "tf32") * scale, first, head, count, H, D)
+        if WANT_Q:
+            store_tile(dq_ptr, product(ds, k, "tf32") * scale, first, head, count, H, D)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,30 +169,21 @@ class BlockConfig:
     heads: int
     stages: int
     warps: int
+    options: dict[str, int] = field(default_factory=dict)
 
 
-def forward_config(heads: int, widest: int, tile: int, itemsize: int) -> BlockConfig:
-    """As many programs as shared memory holds, of which each has a tile's Q, K and V under way."""
-    held = 3 * tile * widest * itemsize
-    return BlockConfig(heads=_divisor(heads, 4), stages=2 if 2 * held <= 100 << 10 else 1, warps=_warps(tile, widest))
+def forward_config(widest: int, tile: int) -> BlockConfig:
+    """Four programs a multiprocessor at 128 columns, whose loads and products take turns by themselves: a program
+    multiplies for about a microsecond, and the 256 KiB that the four move take eight.
+    """
+    return BlockConfig(heads=1, stages=1, warps=4 if tile * widest <= 64 * 128 else 8)
 
 
-def backward_config(heads: int, sharing: int, widest: int, tile: int, itemsize: int) -> BlockConfig:
-    """`forward_config` for Q, K, V and dO. Where query heads share a key head, sums stay in registers meanwhile."""
-    held = 4 * tile * widest * itemsize
-    return BlockConfig(
-        heads=_divisor(heads, 4 if sharing == 1 else 1),
-        stages=2 if sharing == 1 and 2 * held <= 160 << 10 else 1,
-        warps=_warps(tile, widest),
-    )
-
-
-def _warps(tile: int, widest: int) -> int:
-    return 8 if tile * widest > 64 * 128 else 4
-
-
-def _divisor(n: int, most: int) -> int:
-    return max(d for d in range(1, most + 1) if n % d == 0)
+def backward_config(widest: int, tile: int) -> BlockConfig:
+    """Three programs at 128 columns, which 168 registers allow."""
+    if tile * widest <= 64 * 128:
+        return BlockConfig(heads=1, stages=1, warps=4, options={"maxnreg": 168})
+    return BlockConfig(heads=1, stages=1, warps=8)
 
 
 def forward(
@@ -230,8 +200,8 @@ def forward(
     """Attention of every token to its block's tokens.
 
     Args:
-        q: (T, H, D) bf16, fp16 or fp32.  k: (T, G, D), v: (T, G, E), H a multiple of G; D and E multiples of 16 up to
-            256. Rows that do not start on 16 bytes take a copy.
+        q: (T, H, D) bf16 or fp16.  k: (T, G, D), v: (T, G, E), H a multiple of G; D and E multiples of 16 up to
+            256, for blocks of 128 up to 128. Rows that do not start on 16 bytes take a copy.
         offsets: (B + 1,) int32 or int64, ascending from 0 to T.  max_length: not used; the ops share a signature.
         scale: of the scores.  block: tokens of a block, 32, 64 or 128.  causal: a token sees no later one.
 
@@ -249,12 +219,12 @@ def forward(
         return out
     tile = max(64, block)
     q, k, v = (aligned_rows(x) for x in (q, k, v))
-    config = forward_config(heads, max(_padded(width), _padded(out_width)), tile, q.element_size())
+    config = forward_config(max(_padded(width), _padded(out_width)), tile)
     slots = tokens // tile + offsets.numel() - 1
     block_forward_kernel[(slots * (heads // config.heads),)](
-        q, k, v, out, offsets, scale * LOG2E, offsets.numel() - 1, *_strides8(q), *_strides8(k), *_strides8(v),
+        q, k, v, out, offsets, scale * LOG2E, offsets.numel() - 1, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         heads, groups, width, out_width, _padded(width), _padded(out_width), block, tile, causal, config.heads,
-        config.stages, _precision(q), num_warps=config.warps,
+        config.stages, num_warps=config.warps, **config.options,
     )  # fmt: skip
     return out
 
@@ -285,24 +255,48 @@ def backward(
             f"block_backward: got grad_out {tuple(grad_out.shape)} {grad_out.dtype}, expected"
             f" {(tokens, heads, out_width)} {q.dtype}"
         )
+    shared = heads > groups  # then each query head's own dk and dv, to be added up in a fixed order
+    shapes = q.shape, (tokens, heads, width), (tokens, heads, out_width)
     dq, dk, dv = (
-        torch.empty(shape if letter in wanted else (0,), dtype=q.dtype, device=q.device)
-        for letter, shape in zip("qkv", (q.shape, k.shape, v.shape))
+        torch.empty(
+            shape if letter in wanted else (0,),
+            dtype=torch.float32 if shared and letter != "q" else q.dtype,
+            device=q.device,
+        )
+        for letter, shape in zip("qkv", shapes)
     )
-    if tokens == 0 or not wanted:
-        return dq, dk, dv
+    if tokens and wanted:
+        _launch_backward(grad_out, q, k, v, dq, dk, dv, offsets, scale, block, causal, wanted)
+    if shared:
+        dk, dv = (x.unflatten(1, (groups, -1)).sum(2).to(q.dtype) if x.dim() > 1 else x.to(q.dtype) for x in (dk, dv))
+    return dq, dk, dv
+
+
+def _launch_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    offsets: Tensor,
+    scale: float,
+    block: int,
+    causal: bool,
+    wanted: str,
+) -> None:
     tile = max(64, block)
     g, q, k, v = (aligned_rows(x) for x in (grad_out, q, k, v))
-    widest = max(_padded(width), _padded(out_width))
-    config = backward_config(groups, heads // groups, widest, tile, q.element_size())
-    slots = tokens // tile + offsets.numel() - 1
-    block_backward_kernel[(slots * (groups // config.heads),)](
+    heads, width, out_width = q.shape[1], q.shape[2], v.shape[2]
+    config = backward_config(max(_padded(width), _padded(out_width)), tile)
+    slots = q.shape[0] // tile + offsets.numel() - 1
+    block_backward_kernel[(slots * (heads // config.heads),)](
         g, q, k, v, dq, dk, dv, offsets, scale * LOG2E, scale, offsets.numel() - 1,
-        *_strides8(g), *_strides8(q), *_strides8(k), *_strides8(v),
-        heads, groups, width, out_width, _padded(width), _padded(out_width), block, tile, causal, config.heads,
-        config.stages, _precision(q), "q" in wanted, "k" in wanted, "v" in wanted, num_warps=config.warps,
+        *g.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        heads, k.shape[1], width, out_width, _padded(width), _padded(out_width), block, tile, causal, config.heads,
+        config.stages, "q" in wanted, "k" in wanted, "v" in wanted, num_warps=config.warps, **config.options,
     )  # fmt: skip
-    return dq, dk, dv
 
 
 def aligned_rows(x: Tensor) -> Tensor:
@@ -311,22 +305,15 @@ def aligned_rows(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 and whole else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def _strides8(x: Tensor) -> tuple[int, int]:
-    return x.stride(0) // 8, x.stride(1) // 8
-
-
 def _padded(width: int) -> int:
     return next_power_of_2(width)
 
 
-def _precision(x: Tensor) -> str:
-    """Products of fp32 in fp32; other dtypes have one way only."""
-    return "ieee" if x.dtype == torch.float32 else "tf32"
-
-
 def _check(op: str, q: Tensor, k: Tensor, v: Tensor, block: int) -> None:
-    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"{op}: got q {q.dtype}, k {k.dtype}, v {v.dtype}, expected one of bf16, fp16 and fp32")
+    if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
+        raise TypeError(
+            f"{op}: got q {q.dtype}, k {k.dtype}, v {v.dtype}, expected bf16 or fp16; the reference backend takes any"
+        )
     if block not in BLOCKS:
         raise ValueError(f"{op}: got block={block}, expected one of {BLOCKS}; the reference backend takes any")
     matches = k.shape == (q.shape[0], v.shape[1], q.shape[2]) and v.shape[0] == q.shape[0]
@@ -335,8 +322,10 @@ def _check(op: str, q: Tensor, k: Tensor, v: Tensor, block: int) -> None:
             f"{op}: got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, expected (T, H, D), (T, G, D) and"
             " (T, G, E) with H a multiple of G"
         )
+    most = 256 if block <= 64 else 128
     for name, width in (("D", q.shape[2]), ("E", v.shape[2])):
-        if width % 16 or not 16 <= width <= 256:
+        if width % 16 or not 16 <= width <= most:
             raise ValueError(
-                f"{op}: got {name}={width}, expected a multiple of 16 up to 256; the reference backend takes any"
+                f"{op}: got {name}={width}, expected a multiple of 16 up to {most} for block={block}; the reference"
+                " backend takes any"
             )
