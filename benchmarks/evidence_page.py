@@ -105,7 +105,7 @@ def _summarize_recipe(recipe: str, lines: list[dict], arms: list[dict]) -> dict[
             for i, task in enumerate(tasks)
         },
         "placebos": {task: {k: list(v) for k, v in results.gaps(task)[1].items()} for task in tasks},
-        "broken_gates": [str(g) for g in decision.gates if not g.holds],
+        "broken_gates": [str(g) for g in decision.gates if g.broken],
         "segments": [[s.task, s.segment, s.outcome.value, _finite(s.interval.mean)] for s in decision.segments],
         "sources": {
             s["task"]: {"shift": s["shift"], "layers": [[x["layer"], x["alone"]] for x in s["layers"][:3]]}

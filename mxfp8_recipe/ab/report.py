@@ -73,7 +73,7 @@ def write_json(report: dict[str, Any], path: Path) -> None:
 
 
 def _gate(gate: Gate) -> dict[str, Any]:
-    return {"name": gate.name, "value": gate.value, "limit": gate.limit, "holds": gate.holds, "detail": gate.detail}
+    return vars(gate).copy()
 
 
 def _arms(run: ABRun) -> dict[str, Any]:

@@ -28,7 +28,7 @@ MAX_LAYERS = 64
 
 def mean_gate_is_broken(measured: SameWeights) -> bool:
     """Whether a gate on a mean logit error, of all rows or of a segment, is broken."""
-    return any("mean logit error" in g.name and not g.holds for g in same_weights_gates([measured], GateLimits()))
+    return any("mean logit error" in g.name and g.broken for g in same_weights_gates([measured], GateLimits()))
 
 
 def shift_sources(measurer: Measurer, model: nn.Module, twin: nn.Module, seed: int) -> tuple[ShiftSources, ...]:

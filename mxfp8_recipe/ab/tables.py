@@ -194,12 +194,13 @@ def _metrics(values: dict[str, Any]) -> list[str]:
     ]
 
 
+def _state(gate: dict[str, Any]) -> str:
+    return "holds" if gate["holds"] else "BROKEN" if gate["decided"] else "open"
+
+
 def gates(report: dict[str, Any]) -> Cells:
     """Every gate at its worst."""
-    rows = [
-        [g["name"], "holds" if g["holds"] else "BROKEN", short(g["value"]), f"{g['limit']:g}", g["detail"]]
-        for g in report["gates"]
-    ]
+    rows = [[g["name"], _state(g), short(g["value"]), f"{g['limit']:g}", g["detail"]] for g in report["gates"]]
     columns = (("gate", "text"), ("", "text"), ("worst", "number"), ("limit", "number"), ("where", "text"))
     return Cells(columns, rows)
 

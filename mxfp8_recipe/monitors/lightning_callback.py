@@ -51,7 +51,8 @@ class NumericsMonitorCallback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         scaler = getattr(getattr(trainer, "precision_plugin", None), "scaler", None)
-        self.monitor = NumericsMonitor(self.module(pl_module), **{"scaler": scaler} | self.options).start()
+        options: dict[str, Any] = {"scaler": scaler} | self.options
+        self.monitor = NumericsMonitor(self.module(pl_module), **options).start()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert self.monitor is not None

@@ -36,7 +36,7 @@ class TaskAgreement(Record):
     Attributes:
         rows: rows compared; every row counts once, whatever its weight, since every row is served.
         logit_rms, logit_mean, logit_max: of the logit error; `logit_mean_error` is the standard error of the mean.
-        calibration: sum(w p_candidate) / sum(w p_reference) - 1.
+        calibration: sum(w p_candidate) / sum(w p_reference) - 1; `calibration_error` its standard error over rows.
         cross_entropy: weighted mean difference of CE, relative to the reference's CE; `cross_entropy_error` likewise.
         bf16_logit_rms, bf16_logit_mean: of the reference's own error, BF16 minus FP32.
         segments: mean logit error by segment.
@@ -53,6 +53,7 @@ class TaskAgreement(Record):
     cross_entropy_error: float
     bf16_logit_rms: float
     bf16_logit_mean: float
+    calibration_error: float = 0.0
     segments: tuple[SegmentShift, ...] = ()
 
 

@@ -124,6 +124,11 @@ class _Moments:
         return math.sqrt(max(variance, 0.0) / self.count)
 
 
+def _total_error(count: float, total: float, squares: float) -> float:
+    """Standard error of a total over rows, from its sum and sum of squares; infinite below two rows."""
+    return math.sqrt(max(squares - total**2 / count, 0.0) * count / (count - 1)) if count > 1 else math.inf
+
+
 @dataclass
 class _LogitErrors:
     """Accumulates one task's errors over batches."""
@@ -143,7 +148,8 @@ class _LogitErrors:
         self.bf16.add(logits[0] - logits[2])
         self.largest = max(self.largest, float(error.abs().nan_to_num(math.inf).max())) if len(error) else self.largest
         y, w = labels.double(), weights.double()
-        predicted = (w * pair.sigmoid()).sum(1)
+        p = w * pair.sigmoid()
+        predicted = torch.cat([p.sum(1), (p[1] - p[0]).square().sum(0, keepdim=True)])
         entropy = F.binary_cross_entropy_with_logits(pair, y.expand_as(pair), reduction="none")
         difference = entropy[1] - entropy[0]
         sums = torch.stack([(w * difference).sum(), (w * difference).square().sum(), (w * entropy[0]).sum()])
@@ -159,7 +165,7 @@ class _LogitErrors:
         if self.predicted is None or self.entropy is None:
             raise ValueError(f"task {self.task!r}: no held-out rows to compare two models on")
         difference, squares, entropy = self.entropy.tolist()
-        reference, candidate = self.predicted.tolist()
+        reference, candidate, moved = self.predicted.tolist()
         return TaskAgreement(
             task=self.task,
             rows=int(self.errors.count),
@@ -168,6 +174,7 @@ class _LogitErrors:
             logit_mean_error=self.errors.error,
             logit_max=self.largest,
             calibration=candidate / reference - 1 if reference else 0.0,
+            calibration_error=_total_error(self.errors.count, candidate - reference, moved) / (reference or math.inf),
             cross_entropy=difference / entropy if entropy else 0.0,
             cross_entropy_error=math.sqrt(squares) / entropy if entropy else 0.0,
             bf16_logit_rms=self.bf16.rms,

@@ -41,7 +41,8 @@ class NumericsMonitorCallback(TrainerCallback):
         self.monitor: NumericsMonitor | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        options = {"scaler": getattr(kwargs.get("optimizer"), "scaler", None)} | self.options  # accelerate's wrapper's
+        options: dict[str, Any] = {"scaler": getattr(kwargs.get("optimizer"), "scaler", None)}  # of accelerate
+        options |= self.options
         if _shifts(model) and self.predictions is None:
             options.setdefault("logits_of", lambda output: logits_in(output)[:, :-1])
         self.monitor = NumericsMonitor(model, **options).start()

@@ -6,9 +6,9 @@ Two kinds of evidence, and only the first is free of trajectory noise:
 * **Gaps** (`equivalence`) compare trained twins: per seed, relative NE of the MXFP8-trained weights minus that of the
   BF16-trained ones, held against the gaps of placebos, the row noise that seeds share, and the budget.
 
-PASS: gates hold, and each task's interval lies inside +-budget: two one-sided tests at the look's level. FAIL: a broken
-gate, or a gap that lies outside the budget, on either side; a run that got better by more than the budget is not the
-same model. Everything else is INCONCLUSIVE, with the seeds and rows that would decide.
+PASS: all gates hold, and each task's interval lies inside +-budget: two one-sided tests at the look's level. FAIL: a
+broken gate, or a gap that lies outside the budget, on either side; a run that got better by more than the budget is not
+the same model. Everything else is INCONCLUSIVE, with the seeds and rows that would decide.
 
 Errors (`multiplicity`): all tasks must pass, which needs no correction. Tests that fail share one level by Holm's
 procedure over all tasks and, at half the total weight, all segments of all tasks. Segments can fail a verdict and are
@@ -236,7 +236,7 @@ def _conclusion(
     evidence: Evidence, gates: Sequence[Gate], tasks: Sequence[TaskVerdict], segments: Sequence[TaskVerdict]
 ) -> tuple[Outcome, list[str]]:
     """Outcome and its reasons."""
-    broken = [gate for gate in gates if not gate.holds]
+    broken = [gate for gate in gates if gate.broken]
     failed = [t for t in (*tasks, *segments) if t.outcome is Outcome.FAIL]
     if broken or failed or evidence.diverged:
         reasons = [f"MXFP8 training diverged where BF16 did not: {sentence}" for sentence in evidence.diverged]
@@ -252,9 +252,10 @@ def _conclusion(
     if evidence.identical:
         reason = "layers claim MXFP8, yet every prediction is bitwise that of BF16: quantization did not happen"
         return Outcome.INCONCLUSIVE, [reason]
-    open_tasks = [task for task in tasks if task.outcome is Outcome.INCONCLUSIVE]
-    if open_tasks:
-        return Outcome.INCONCLUSIVE, [task.reason for task in open_tasks]
+    unsure = [f"gate open: {gate}" for gate in gates if not gate.decided]
+    unsure += [task.reason for task in tasks if task.outcome is Outcome.INCONCLUSIVE]
+    if unsure:
+        return Outcome.INCONCLUSIVE, unsure
     return Outcome.PASS, [task.reason for task in tasks]
 
 
@@ -336,6 +337,7 @@ def _what_is_known(
     if gates:
         held = sum(gate.holds for gate in gates)
         decided.append(f"same weights, same rows: {held} of {len(gates)} gates hold")
+        undecided += [f"same weights, same rows: {gate}" for gate in gates if not gate.decided]
     else:
         undecided.append("same weights, same rows: not measured")
     for task in tasks:
