@@ -7,8 +7,8 @@ Q and K, has `dP = dO V^T` beside it, and therefore `delta = rowsum(P dP)` witho
 
 Forward reads Q, K, V and writes O, 8 bytes an element in bf16; backward reads Q, K, V, dO and writes dQ, dK, dV, 14.
 At 64 keys a query that is 32 FLOPs a byte forward and 46 backward: memory bound, so a program does no more than keep
-loads in flight. It takes one tile of tokens, whose heads lie next to each other, and copies those of the next head to
-shared memory while it multiplies those of this one.
+loads in flight: it takes one head of one tile, small enough that several share a multiprocessor, and loads all it reads
+at once. Heads of a tile lie next to each other and so do their programs.
 
 Nobody counts the blocks. Sample i owns the slots from `offsets[i] // TILE + i`: as many as it has tiles, or one more,
 `T // TILE + B` in all, known without asking the device. Programs of superfluous slots end at once.
@@ -106,15 +106,14 @@ def block_forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, offsets_ptr, to_base_2, B,
     QT: tl.constexpr, QH: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, VT: tl.constexpr, VH: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, CAUSAL: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """HEADS query heads of a tile. QT, QH: strides of a token and a head."""
-    slot = tl.program_id(0) // (H // HEADS)
-    head0 = tl.program_id(0) % (H // HEADS) * HEADS
+    """A query head of a tile. QT, QH: strides of a token and a head."""
+    slot = tl.program_id(0) // H
+    head = tl.program_id(0) % H
+    shared = head // (H // G)
     first, count = tile_of(offsets_ptr, slot, B, TILE)
-    for i in tl.range(0, tl.where(count > 0, HEADS, 0), num_stages=STAGES):
-        head = head0 + i
-        shared = head // (H // G)
+    if count > 0:
         q = load_tile(q_ptr, first, head, count, QT, QH, D, TILE, DP)
         k = load_tile(k_ptr, first, shared, count, KT, KH, D, TILE, DP)
         v = load_tile(v_ptr, first, shared, count, VT, VH, E, TILE, EP)
@@ -139,16 +138,15 @@ def block_backward_kernel(
     GT: tl.constexpr, GH: tl.constexpr, QT: tl.constexpr, QH: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr,
     VT: tl.constexpr, VH: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, CAUSAL: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, CAUSAL: tl.constexpr,
     WANT_Q: tl.constexpr, WANT_K: tl.constexpr, WANT_V: tl.constexpr,
 ):  # fmt: skip
-    """HEADS query heads of a tile. dk, dv: (T, H, .), each query head's own."""
-    slot = tl.program_id(0) // (H // HEADS)
-    head0 = tl.program_id(0) % (H // HEADS) * HEADS
+    """A query head of a tile. dk, dv: (T, H, .), each query head's own."""
+    slot = tl.program_id(0) // H
+    head = tl.program_id(0) % H
+    shared = head // (H // G)
     first, count = tile_of(offsets_ptr, slot, B, TILE)
-    for i in tl.range(0, tl.where(count > 0, HEADS, 0), num_stages=STAGES):
-        head = head0 + i
-        shared = head // (H // G)
+    if count > 0:
         k = load_tile(k_ptr, first, shared, count, KT, KH, D, TILE, DP)
         v = load_tile(v_ptr, first, shared, count, VT, VH, E, TILE, EP)
         q = load_tile(q_ptr, first, head, count, QT, QH, D, TILE, DP)
@@ -164,10 +162,8 @@ def block_backward_kernel(
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """A program takes `heads` heads of a tile one after another, of which `stages` are on their way or at work."""
+    """Launch of one kernel, a program for every head of every tile."""
 
-    heads: int
-    stages: int
     warps: int
     options: dict[str, int] = field(default_factory=dict)
 
@@ -176,14 +172,14 @@ def forward_config(widest: int, tile: int) -> BlockConfig:
     """Four programs a multiprocessor at 128 columns, whose loads and products take turns by themselves: a program
     multiplies for about a microsecond, and the 256 KiB that the four move take eight.
     """
-    return BlockConfig(heads=1, stages=1, warps=4 if tile * widest <= 64 * 128 else 8)
+    return BlockConfig(warps=4 if tile * widest <= 64 * 128 else 8)
 
 
-def backward_config(widest: int, tile: int) -> BlockConfig:
-    """Three programs at 128 columns, which 168 registers allow."""
-    if tile * widest <= 64 * 128:
-        return BlockConfig(heads=1, stages=1, warps=4, options={"maxnreg": 168})
-    return BlockConfig(heads=1, stages=1, warps=8)
+def backward_config(widest: int, tile: int, shared: bool) -> BlockConfig:
+    """Three programs at 128 columns, which 168 registers allow. `shared`: stores of fp32 would spill there."""
+    if tile * widest > 64 * 128:
+        return BlockConfig(warps=8)
+    return BlockConfig(warps=4, options={} if shared else {"maxnreg": 168})
 
 
 def forward(
@@ -221,10 +217,10 @@ def forward(
     q, k, v = (aligned_rows(x) for x in (q, k, v))
     config = forward_config(max(_padded(width), _padded(out_width)), tile)
     slots = tokens // tile + offsets.numel() - 1
-    block_forward_kernel[(slots * (heads // config.heads),)](
+    block_forward_kernel[(slots * heads,)](
         q, k, v, out, offsets, scale * LOG2E, offsets.numel() - 1, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        heads, groups, width, out_width, _padded(width), _padded(out_width), block, tile, causal, config.heads,
-        config.stages, num_warps=config.warps, **config.options,
+        heads, groups, width, out_width, _padded(width), _padded(out_width), block, tile, causal,
+        num_warps=config.warps, **config.options,
     )  # fmt: skip
     return out
 
@@ -289,13 +285,13 @@ def _launch_backward(
     tile = max(64, block)
     g, q, k, v = (aligned_rows(x) for x in (grad_out, q, k, v))
     heads, width, out_width = q.shape[1], q.shape[2], v.shape[2]
-    config = backward_config(max(_padded(width), _padded(out_width)), tile)
+    config = backward_config(max(_padded(width), _padded(out_width)), tile, heads > k.shape[1])
     slots = q.shape[0] // tile + offsets.numel() - 1
-    block_backward_kernel[(slots * (heads // config.heads),)](
+    block_backward_kernel[(slots * heads,)](
         g, q, k, v, dq, dk, dv, offsets, scale * LOG2E, scale, offsets.numel() - 1,
         *g.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        heads, k.shape[1], width, out_width, _padded(width), _padded(out_width), block, tile, causal, config.heads,
-        config.stages, "q" in wanted, "k" in wanted, "v" in wanted, num_warps=config.warps, **config.options,
+        heads, k.shape[1], width, out_width, _padded(width), _padded(out_width), block, tile, causal,
+        "q" in wanted, "k" in wanted, "v" in wanted, num_warps=config.warps, **config.options,
     )  # fmt: skip
 
 
