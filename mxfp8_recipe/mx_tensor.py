@@ -12,7 +12,7 @@ the producer saved; the edge says so once and is un-fused from then on. Never ga
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NoReturn
 
@@ -183,6 +183,14 @@ class Traveling:
         reader = f"Tensor.{name}"
         return getattr(Traveling.high(self, reader) if name in _IN_PLACE else self.high(reader), name)
 
+    def __iter__(self) -> Iterator[Any]:
+        rows = range(len(self))  # raises for a scalar, as torch does
+        return self._rows() if rows else iter(())
+
+    def _rows(self) -> Iterator[Any]:
+        yield FirstRow(self, self.edge)
+        yield from self.high("__iter__").unbind(0)[1:]
+
     def __bool__(self) -> NoReturn:
         raise RuntimeError("the truth value of a tensor with more than one element is ambiguous")
 
@@ -196,6 +204,28 @@ class Traveling:
         if args and isinstance(args[0], Traveling) and (name in _IN_PLACE or kwargs.get("inplace")):
             Traveling.high(args[0], name)
         return func(*_resolve(args, name), **_resolve(kwargs, name))
+
+
+@dataclass(frozen=True, eq=False)
+class FirstRow(Traveling):
+    """`value[0]`, as iterating over a value gives it first.
+
+    Code that accepts a value or pairs of a name and a value iterates to tell them apart (transformers' output classes),
+    and looks no further: that reads nothing.
+    """
+
+    whole: Traveling
+    edge: Edge
+
+    @property
+    def nominal(self) -> Tensor:
+        return self.whole.nominal[0]
+
+    def materialize(self) -> Tensor:
+        return Traveling.high(self.whole, "__iter__")[0]
+
+    def high(self, reader: str) -> Tensor:
+        return self.whole.high("__iter__")[0]
 
 
 def versions_of(*tensors: Any) -> tuple[int, ...]:
@@ -468,7 +498,7 @@ _METHODS = (
     "view view_as reshape flatten unflatten squeeze unsqueeze transpose permute contiguous to chunk relu square pow"
 )
 _OPERATORS = (
-    "mul rmul add radd sub rsub truediv rtruediv matmul rmatmul pow rpow neg getitem abs eq ne lt le gt ge iter "
+    "mul rmul add radd sub rsub truediv rtruediv matmul rmatmul pow rpow neg getitem abs eq ne lt le gt ge "
     "iadd imul isub itruediv floordiv mod invert and or xor setitem"
 )
 for _name in _METHODS.split():
