@@ -27,7 +27,7 @@ def load_recipe(name_or_path: str | Path | Recipe) -> Recipe:
     what differs. Its name, unless it states one, is the file's.
 
     Raises:
-        ValueError: unknown name (with near misses), broken YAML (with line), or bad fields, all at once.
+        ValueError: unknown name (with near misses), broken YAML (with line), nothing in it, or bad fields, all at once.
         FileNotFoundError: a path that does not exist.
     """
     return name_or_path if isinstance(name_or_path, Recipe) else _load(name_or_path, ())
@@ -103,7 +103,7 @@ def _parse_mapping(text: str, where: str) -> dict[str, Any]:
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ValueError(f"{where}: not valid YAML{place}: {getattr(error, 'problem', error)}") from None
     if values is None:
-        values = {}
+        raise ValueError(f"{where}: got a file that states nothing, expected a mapping")
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ValueError(f"{where}: got {type(values).__name__}, expected a mapping with text keys")
     return values

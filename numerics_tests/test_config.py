@@ -121,12 +121,23 @@ def test_missing_files() -> None:
         load_overrides("absent.yaml")
 
 
+def test_an_empty_file_of_overrides_was_hardly_meant(tmp_path: Path) -> None:
+    path = tmp_path / "o.yaml"
+    path.write_text("# head: bf16\n")
+    with pytest.raises(ValueError, match=r"overrides .*o\.yaml: got a file that states nothing"):
+        load_overrides(path)
+    path.write_text("{}\n")
+    assert load_overrides(path) == {}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("name: r\nlinear: {fprop: [\n", r"not valid YAML at line 3, column 1"),
         ("name: r\n  linear: bf16\n", r"not valid YAML at line 2, column 9"),
         ("- a\n- b\n", r"got list, expected a mapping"),
+        ("", r"recipe .*broken\.yaml: got a file that states nothing, expected a mapping"),
+        ("# linear: bf16\n---\n", r"got a file that states nothing"),
         ("1: a\n", r"expected a mapping with text keys"),
         ("liner: bf16\n", r"liner: unknown field \(did you mean 'linear'\?\); fields are name"),
         ("linear: {fpro: bf16}\n", r"linear\.fpro: unknown field \(did you mean 'fprop'\?\)"),
