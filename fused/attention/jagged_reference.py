@@ -30,7 +30,7 @@ from .bias import JaggedBias, bias_of, position_buckets, table_gradient, time_bu
 from .gemms import Quantized, along_sequence, by_head, sum_groups, with_empty
 from .jagged_layout import Jagged, Pairs
 from .jagged_quantize import padded_operand
-from .softmax import softmax_backward, softmax_forward
+from .softmax import log_sum_exp, softmax_backward, softmax_forward
 from .spec import AttentionSpec
 
 HIGH = AttentionSpec()
@@ -244,7 +244,7 @@ def block_backward(
     """Gradients of `block_forward`, in q, k and v; the softmax is computed again, from nothing saved."""
     layout = Jagged.of(offsets, max_length, len(q)).blocks(block)
     batch = _Batch.of(Pairs(layout, layout, causal), q, k, v, None, spec, operands, grad_out)
-    lse = _softmax(batch, scale, seed)[1]
+    lse = log_sum_exp(batch.scores(scale).masked_fill(batch.pairs.hidden, -math.inf))
     dq, dk, dv, _ = _softmax_backward(batch, lse, scale, wanted, seed)
     return _packed(dq, layout), _packed(dk, layout), _packed(dv, layout)
 

@@ -45,16 +45,30 @@ def softmax_forward(
         dropout_p, seed, emit_probs: as for `reference.attention_forward`.
     """
     dtype = value.dtype
-    peak = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
-    peak = torch.where(peak == -math.inf, 0.0, peak)
-    probs = torch.exp(scores - peak)
-    total = probs.sum(-1, keepdim=True)
+    probs, total, peak = _exponentials(scores)
     keep, gain = _keep(probs, seed, dropout_p)
     kept = probs if keep is None else probs * keep
     factor = torch.where(total == 0, 0.0, gain / total)
     out = along_sequence("pv", spec, kept, value, value_q, visible, groups, seed, dtype) * factor
-    lse = torch.where(total == 0, math.inf, peak + torch.log(total)).squeeze(-1)
-    return out.to(dtype), lse, (kept * factor).to(dtype) if emit_probs else value.new_empty(0)
+    return out.to(dtype), _lse(total, peak), (kept * factor).to(dtype) if emit_probs else value.new_empty(0)
+
+
+def log_sum_exp(scores: Tensor) -> Tensor:
+    """The lse (B, H, Lq) of `softmax_forward`, alone."""
+    _, total, peak = _exponentials(scores)
+    return _lse(total, peak)
+
+
+def _exponentials(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`exp(S - peak)`, their row sums, and `peak`: the row maxima, 0 where a query sees nothing."""
+    peak = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
+    peak = torch.where(peak == -math.inf, 0.0, peak)
+    probs = torch.exp(scores - peak)
+    return probs, probs.sum(-1, keepdim=True), peak
+
+
+def _lse(total: Tensor, peak: Tensor) -> Tensor:
+    return torch.where(total == 0, math.inf, peak + torch.log(total)).squeeze(-1)
 
 
 def softmax_backward(

@@ -45,6 +45,11 @@ class AttentionSpec:
         return any(spec.tile[0] > 1 for spec in (*by_head, *scores))
 
     @property
+    def mixes_weights(self) -> bool:
+        """Some tile of what `pv` and `dv` multiply spans several rows: it counts where those weights have an amax."""
+        return any(pair[0].tile[0] > 1 for pair in (self.pv, self.dv) if pair)
+
+    @property
     def stochastic(self) -> bool:
         pairs = (getattr(self, name) for name in GEMMS)
         return any(spec.rounding is Rounding.STOCHASTIC for pair in pairs if pair for spec in pair)

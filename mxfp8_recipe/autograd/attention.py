@@ -45,7 +45,8 @@ class AttentionConfig:
         qk, pv, dv, dp, dq, dk: encoded specs of each GEMM's operands, `""` for a GEMM in high precision.
         share: of query, key, value and grad_output, whether one square quantization serves both contractions.
         is_high: no GEMM is MXFP8.
-        mixes_rows: a tile spans several queries or keys. mix_masked: it may, under a mask too.
+        mixes_rows: a tile spans several queries or keys. mixes_weights: one of what stands in softmax's place does.
+        mix_masked: they may, under a mask too.
         stochastic: some operand is rounded stochastically, so a seed is needed.
         projections: of a multi-head layer, or None for linears in high precision.
         layer: the layer's name, for messages.
@@ -65,6 +66,7 @@ class AttentionConfig:
     mixes_rows: bool
     mix_masked: bool
     stochastic: bool
+    mixes_weights: bool = False
     projections: LinearConfig | None = None
     layer: str = ""
     fuse: bool = True
@@ -85,6 +87,7 @@ class AttentionConfig:
             mixes_rows=spec.mixes_rows,
             mix_masked=spec.mix_masked,
             stochastic=spec.stochastic,
+            mixes_weights=spec.mixes_weights,
             projections=LinearConfig.of(linear, backend) if isinstance(linear, LinearPrecision) else None,
             layer=layer,
             fuse=fuse,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..fused import reference, reference_ops
+from ..fused.attention import jagged_quantize, jagged_reference
 from ..fused.attention import reference as attention
 
 BACKENDS = ("reference", "triton", "hopper", "blackwell")
@@ -68,6 +69,12 @@ _MEMORY_BOUND: dict[str, Kernel] = {
     "activation_backward": Kernel("activation_quantize", "activation_backward"),
 }
 
+JAGGED_OPS = (
+    "jagged_forward", "jagged_backward", "generalized_forward", "generalized_backward", "block_forward",
+    "block_backward",
+)  # fmt: skip
+"""Attention on jagged batches; `<op>_mxfp8` is the same op with GEMMs in MXFP8."""
+
 _TABLE: dict[tuple[str, str], Callable[..., Any] | Kernel] = {
     ("quantize", "reference"): reference_ops.quantize_both,
     ("quantize_and_sum", "reference"): reference_ops.quantize_and_sum,
@@ -80,6 +87,10 @@ _TABLE: dict[tuple[str, str], Callable[..., Any] | Kernel] = {
     ("gemm_heads", "reference"): attention.gemm_heads,
     ("attention_forward", "reference"): attention.attention_forward,
     ("attention_backward", "reference"): attention.attention_backward,
+    ("quantize_jagged", "reference"): jagged_quantize.quantize_jagged,
+    **{
+        (f"{op}{kind}", "reference"): getattr(jagged_reference, op) for op in JAGGED_OPS for kind in ("", "_mxfp8")
+    },
     ("gemm", "reference"): reference.gemm,
     ("matmul", "reference"): reference.matmul,
     ("matmul", "triton"): reference.matmul_native,
