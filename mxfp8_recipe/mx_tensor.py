@@ -19,6 +19,8 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
+from .mx_ready import Ready
+
 
 @dataclass
 class Edge:
@@ -34,6 +36,8 @@ class Edge:
         emit: specs a projection's or an attention's output is quantized with, along its features (of a head) and
             along the tokens (the sequence); None for an edge on which nothing is emitted this way.
         head_dim: features of a head, where heads matter.
+        steps: text of the epilogue that the producer's GEMM has on this edge; `""` for none.
+        then: the edge of the module that goes on with the producer's output, where that is one.
     """
 
     producer: str
@@ -44,6 +48,13 @@ class Edge:
     closed: bool = False
     emit: tuple[str, str] | None = None
     head_dim: int = 0
+    steps: str = ""
+    then: Edge | None = None
+
+    @property
+    def in_epilogue(self) -> bool:
+        """Whether the producer's GEMM takes the steps that follow it."""
+        return bool(self.steps) and self.fused and (self.then is None or self.then.fused)
 
     def unfuse(self, reader: str) -> None:
         """Record that `reader`, whom nobody planned for, read the value.
@@ -323,6 +334,7 @@ class Pending(Traveling):
         kind: `identity` (nothing yet), an activation, or a gated activation, as `fused` names them.
         compute: `(x, gate, kind) -> Tensor`, the activation on its own, differentiable.
         versions: of x and gate when the activation was called.
+        ready: what the GEMM that made x did of this already, or None.
     """
 
     x: Tensor
@@ -331,6 +343,7 @@ class Pending(Traveling):
     compute: Callable[[Tensor, Tensor | None, str], Tensor]
     edge: Edge = field()
     versions: tuple[int, ...] = ()
+    ready: Ready | None = None
 
     @property
     def nominal(self) -> Tensor:
@@ -341,6 +354,12 @@ class Pending(Traveling):
             return self.x
         self.check()
         return self.compute(self.x, self.gate, self.kind)
+
+    def quantized(self, rowwise: str, dtype: torch.dtype) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Qdata and scale of this value, rounded to `dtype`, where they are there already; else None for both."""
+        if self.ready is None or not self.ready.serves(self.kind, rowwise, dtype, versions_of(self.x)):
+            return None, None
+        return self.ready.qdata, self.ready.scale
 
     def check(self) -> None:
         """Raise where x or gate is no longer what the activation was called on."""
@@ -416,7 +435,7 @@ def _product(left: Any, right: Any) -> Any:
 def _chunk(value: Pending, chunks: int, dim: int = 0) -> Any:
     if value.kind != "identity" or dim not in (-1, value.ndim - 1):
         return None
-    return tuple(replace(value, x=part) for part in value.x.chunk(chunks, dim))
+    return tuple(replace(value, x=part, ready=None) for part in value.x.chunk(chunks, dim))
 
 
 def _view(value: Any, *shape: Any, **named: Any) -> Any:

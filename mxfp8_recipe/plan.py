@@ -16,6 +16,7 @@ from torch import nn
 from .config import BF16, LinearPrecision, Override, Recipe
 from .costs import DEFAULT_TOKENS, FAST_RECIPES, Cost, linear_cost
 from .edges import EdgePlan
+from .epilogue_edges import EpiloguePlan
 from .recipe_files import load_recipe
 from .te_interop import GEMMS, inspect_yaml
 
@@ -102,6 +103,7 @@ class Plan:
 
     Attributes:
         layers: every candidate, converted or not. edges: what may travel quantized between them.
+        epilogues: steps of those edges that a GEMM takes before it stores its sum.
         backend: the one that runs its ops. why: what made it that one, and what to install for a better one.
         emulates: that backend multiplies the operands' values in a wider type.
         recorded: where the edges come from: `example_inputs`, `first forward`, or `""` for no recording yet.
@@ -117,6 +119,7 @@ class Plan:
     why: str = ""
     emulates: bool = False
     edges: tuple[EdgePlan, ...] = ()
+    epilogues: tuple[EpiloguePlan, ...] = ()
     recorded: str = ""
     notes: tuple[str, ...] = ()
     overrides: Mapping[str, Override] = field(default_factory=dict)
@@ -217,6 +220,7 @@ class Plan:
             "emulates": self.emulates,
             "layers": [layer.to_dict() for layer in self.layers],
             "edges": edges,
+            "epilogues": [{"linear": e.linear, "gemm": e.gemm, "what": str(e)} for e in self.epilogues],
             "recorded": self.recorded,
             "predicted_ratio": self.cost.ratio,
             "linear_flops_in_mxfp8": self.linear_share(),
@@ -236,6 +240,9 @@ class Plan:
         for name in ("layer", "type", "in", "out", "becomes", "GEMMs", "edge", "time ratio", "note"):
             table.add_column(name, overflow="fold", justify="right" if name in ("in", "out", "time ratio") else "left")
         edges = {edge.producer: str(edge) for edge in self.edges}
+        for epilogue in self.epilogues:
+            before = edges.get(epilogue.linear)
+            edges[epilogue.linear] = f"{before}; {epilogue}" if before else str(epilogue)
         for layer in self.layers:
             note = "; ".join(filter(None, (layer.reason, "mixes tokens" if layer.mixes_tokens else "", _also(layer))))
             table.add_row(
@@ -259,7 +266,8 @@ class Plan:
         ]
         if self.recorded:
             fused = sum(edge.fused for edge in self.edges)
-            lines.append(f"{fused} of {len(self.edges)} edges are fused (from {self.recorded}).")
+            inside = f"; {len(self.epilogues)} GEMMs have steps in their epilogue" if self.epilogues else ""
+            lines.append(f"{fused} of {len(self.edges)} edges are fused (from {self.recorded}){inside}.")
         elif self.converted and self.recipe.fuse:
             lines.append(
                 "No edge is fused yet: they are found by the first eager training forward. Pass example_inputs to "

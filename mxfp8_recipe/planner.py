@@ -17,6 +17,8 @@ from .autograd import AttentionConfig, LinearConfig
 from .config import BF16, LinearPrecision, Override, Recipe
 from .costs import DEFAULT_TOKENS, Cost, linear_cost
 from .edges import Consumer, EdgeFinder, EdgePlan
+from .epilogue_edges import EpiloguePlan, find_epilogues
+from .epilogue_table import STEPS, epilogue_choice
 from .fused.attention.spec import GEMMS
 from .fused.spec import BLOCK
 from .modules import SDPAOwner, is_swapped
@@ -101,7 +103,25 @@ def with_recording(plan: Plan, model: nn.Module, recording: Recording, source: s
         if layer.kind == "attention":
             edges += attention_edges(finder, layer.fqn, AttentionConfig.of(layer.precision), modules[layer.fqn])
     layers = tuple(_with_tokens(layer, recording.tokens.get(layer.fqn, 0), plan.backend) for layer in plan.layers)
-    return replace(plan, layers=layers, edges=tuple(edges), recorded=source)
+    epilogues, notes = _epilogues(plan, finder, edges, source)
+    return replace(
+        plan, layers=layers, edges=tuple(edges), epilogues=epilogues, recorded=source, notes=(*plan.notes, *notes)
+    )
+
+
+def _epilogues(
+    plan: Plan, finder: EdgeFinder, edges: list[EdgePlan], source: str
+) -> tuple[tuple[EpiloguePlan, ...], tuple[str, ...]]:
+    """The steps that GEMMs take into their epilogue, and why none do where some could."""
+    choice = epilogue_choice(plan.backend)
+    activations = {layer.fqn: layer.module_config for layer in plan.converted if layer.kind == "activation"}
+    possible = find_epilogues(finder, edges, activations, replace(choice, steps=frozenset(STEPS)))
+    if choice.steps and (choice.is_gemm or source == "example_inputs"):
+        return find_epilogues(finder, edges, activations, choice), ()
+    why = f"{choice.why}; {len(possible)} GEMMs could have steps in theirs"
+    if choice.steps:
+        why = "they change the order of sums, so they are planned only from example_inputs, before the first step"
+    return (), (f"Backend {plan.backend} plans no epilogue: {why}.",) if possible else ()
 
 
 def _is_masked(call: Node) -> bool:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .autograd import AttentionConfig, LinearConfig
 from .config import BF16
 from .costs import Cost
+from .epilogue_edges import EpiloguePlan
 from .modules import NormModuleConfig, disable_fast_paths, is_slow_encoder, is_swapped, restore, swap_class
 from .mx_tensor import Edge, Traveling
 from .plan import LayerPlan, Plan
@@ -59,10 +60,26 @@ def connect(model: nn.Module, plan: Plan, strict: bool) -> None:
         if isinstance(config, NormModuleConfig):
             norm = replace(config.norm, rowwise=edge.rowwise, colwise=edge.colwise, emit_high=edge.emit_high)
             module.__dict__["mxfp8_config"] = replace(config, norm=norm)
+    for epilogue in plan.epilogues:
+        _add_epilogue(epilogue, modules, plan.recipe.fuse, strict)
     model.__dict__[PLAN] = plan
     drop_hook(model._forward_hooks, _settle)
     if any(edge.fused for edge in plan.edges):
         model.register_forward_hook(_settle)
+
+
+def _add_epilogue(epilogue: EpiloguePlan, modules: dict[str, nn.Module], fuse: bool, strict: bool) -> None:
+    """Have a linear run the GEMM with the kernel that has epilogues, and name the steps where values travel so."""
+    linear = modules[epilogue.linear]
+    linear.__dict__["mxfp8_config"] = replace(linear.mxfp8_config, **{f"{epilogue.gemm}_steps": True})  # pyright: ignore[reportArgumentType, reportCallIssue]
+    if epilogue.gemm == "dgrad":
+        return
+    edge: Edge = modules[epilogue.edge].__dict__[_EDGE]
+    if epilogue.edge == epilogue.linear:
+        edge.steps = epilogue.steps
+    else:
+        own = Edge(epilogue.linear, epilogue.consumers, fuse, strict, steps=epilogue.steps, then=edge)
+        linear.__dict__[_EDGE] = own
 
 
 def take_back(model: nn.Module) -> int:
@@ -128,6 +145,7 @@ def demote(model: nn.Module, fqn: str, reason: str) -> None:
         plan,
         layers=tuple(plain if la is layer else la for la in plan.layers),
         edges=edges,
+        epilogues=tuple(e for e in plan.epilogues if layer.fqn not in (e.linear, e.edge, *e.consumers)),
         overrides={**plan.overrides, layer.fqn: BF16},
         demoted={**plan.demoted, layer.fqn: reason},
     )

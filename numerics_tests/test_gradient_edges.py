@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from mxfp8_recipe import apply_recipe
 from mxfp8_recipe.autograd import MXGradient, activation
 from mxfp8_recipe.functional import linear as functional_linear
+from mxfp8_recipe.fused.gemm.dact import Dact
 
 
 class Gated(nn.Module):
@@ -112,16 +113,17 @@ def test_travels_with_the_bits_of_one_that_does_not(name: str, recipe: str, shap
 
 
 def test_is_not_written_in_high_precision() -> None:
-    model, highs = built("gelu"), []
-    run = activation.backends.activation_backward
+    model, steps = built("gelu"), []
+    run = activation.backends.gemm_dact
 
     def spy(*args: Any) -> Any:
-        highs.append(args[8])
+        steps.append(Dact.decode(args[8]))
         return run(*args)
 
-    with mock.patch.object(activation.backends, "activation_backward", spy):
+    with mock.patch.object(activation.backends, "gemm_dact", spy):
         gradients(model, torch.randn(40, 64, dtype=torch.bfloat16))
-    assert highs == [False, False]
+    assert [(dact.emit_high, dact.emit_bias) for dact in steps] == [(False, True)] * 2
+    assert all(dact.rowwise and dact.colwise and dact.act_colwise for dact in steps)
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias", "all of it"])

@@ -2,6 +2,7 @@
 
 from .activation import ActivationFunction, ActivationLinearFunction
 from .attention import AttentionConfig, MXFP8AttentionFunction, attention
+from .epilogue import EpilogueLinearFunction, activation_of, activation_steps, is_emitted
 from .gradient import MXGradient, gradient_spec
 from .linear import LinearConfig, MXFP8LinearFunction
 from .norm import NormConfig, NormFunction
@@ -11,6 +12,7 @@ __all__ = [
     "ActivationFunction",
     "ActivationLinearFunction",
     "AttentionConfig",
+    "EpilogueLinearFunction",
     "HeadsSpec",
     "LinearConfig",
     "MXFP8AttentionFunction",
@@ -19,6 +21,9 @@ __all__ = [
     "NormConfig",
     "NormFunction",
     "ProjectionFunction",
+    "activation_of",
+    "activation_steps",
     "attention",
     "gradient_spec",
+    "is_emitted",
 ]

@@ -9,12 +9,14 @@ weight. y quantized along the tokens, which wgrad multiplies, is emitted again b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import backends
+from .epilogue import dact_steps, emit, is_emitted
 from .gradient import GradientSpec, MXGradient, Parcel
 from .linear import (
     GRAD_STREAM,
@@ -32,6 +34,9 @@ from .linear import (
     wanted_gradient,
     wgrad,
 )
+
+Operands = tuple[Tensor, Quantized, Tensor, Tensor | None]
+"""What `dgrad` takes: the gradient, it quantized, and the weight and its scales."""
 
 
 class ActivationFunction(torch.autograd.Function):
@@ -57,16 +62,18 @@ class ActivationFunction(torch.autograd.Function):
 
 
 class ActivationLinearFunction(torch.autograd.Function):
-    """`apply(x, gate, weight, bias, seed, kind, config, gradient)`.
+    """`apply(x, gate, weight, bias, seed, kind, config, gradient, qdata, scale, residual, steps)`.
 
     Args:
         x, gate: (..., K) of one dtype, gate None for a kind without one.
         weight: (N, K), bias: (N,) or None, in the compute dtype.
         gradient: what the linears that made x and gate need of their gradients, or None to give those gradients in
             high precision.
+        qdata, scale: y in MXFP8 per `config.fprop[0]` where the GEMM that made x emitted it, or None for both.
+        residual, steps: as for `EpilogueLinearFunction`; None and `""` for a GEMM without an epilogue.
 
     Returns:
-        (..., N) in the compute dtype.
+        (..., N) in the compute dtype; with steps what `EpilogueLinearFunction` returns.
     """
 
     @staticmethod
@@ -80,20 +87,30 @@ class ActivationLinearFunction(torch.autograd.Function):
         kind: str,
         config: LinearConfig,
         gradient: GradientSpec | None,
-    ) -> Tensor:
+        qdata: Tensor | None,
+        scale: Tensor | None,
+        residual: Tensor | None,
+        steps: str,
+    ) -> Any:
         needs_input = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        y, y_q = _activate(x, gate, kind, weight.dtype, config.fprop[0], "", not config.fprop[0], seed, config)
+        y, y_q = x, (qdata, scale, None, None)
+        if qdata is None:
+            y, y_q = _activate(x, gate, kind, weight.dtype, config.fprop[0], "", not config.fprop[0], seed, config)
         w_q = quantize_weight(weight, needs_input, seed, config)
         saved_w = kept(weight, w_q, config.dgrad[1]) if needs_input else (None, None)
         ctx.save_for_backward(x, gate, *saved_w, seed)
         ctx.kind, ctx.config, ctx.compute_dtype = kind, config, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.gradient = gradient
-        ctx.gradient_spec = wanted_gradient(config, needs_input, *ctx.needs_input_grad[2:4])
-        return shaped(fprop(y, y_q, weight, w_q, bias, config), (*x.shape[:-1], weight.shape[0]))
+        shape = (*x.shape[:-1], weight.shape[0])
+        if residual is None:
+            ctx.gradient_spec = wanted_gradient(config, needs_input, *ctx.needs_input_grad[2:4])
+        if steps:
+            return emit(ctx, y_q, w_q, bias, residual, weight.dtype, shape, config, steps)
+        return shaped(fprop(y, y_q, weight, w_q, bias, config), shape)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor, *of_quantized: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_order()
         x, gate, w, w_scale, seed = ctx.saved_tensors
         config: LinearConfig = ctx.config
@@ -103,28 +120,30 @@ class ActivationLinearFunction(torch.autograd.Function):
         grad_x = grad_gate = grad_weight = None
         y_t: tuple[Tensor | None, Tensor | None] = (None, None)
         if needs_x or needs_gate:
-            grad_y = dgrad(grad, grad_q, w, w_scale, config).to(x.dtype)
             again = config.wgrad[1] if needs_weight else ""
-            grad_x, grad_gate, y_t = _differentiate(ctx, grad_y, x, gate, again, seed)
+            grad_x, grad_gate, y_t = _differentiate(ctx, (grad, grad_q, w, w_scale), x, gate, again, seed)
             grad_x, grad_gate = grad_x if needs_x else None, grad_gate if needs_gate else None
         if needs_weight:
             grad_weight = _activation_wgrad(ctx, x, gate, seed, grad, grad_q, y_t)
-        return grad_x, grad_gate, grad_weight, grad_bias, None, None, None, None
+        grad_residual = grad_output if ctx.needs_input_grad[10] else None
+        return grad_x, grad_gate, grad_weight, grad_bias, *[None] * 6, grad_residual, None
 
 
 def _differentiate(
-    ctx: Any, grad_y: Tensor, x: Tensor, gate: Tensor | None, again: str, seed: Tensor | None
+    ctx: Any,
+    operands: Operands,
+    x: Tensor,
+    gate: Tensor | None,
+    again: str,
+    seed: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor]]:
-    """Gradients of x and gate, in MXFP8 where the linears before want it so, and y along the tokens as `again` says."""
+    """Gradients of x and gate, in MXFP8 where the linears before want it so, and y along the tokens as `again` says.
+
+    `operands`: of the dgrad before it, in whose epilogue all that happens where the layer has one.
+    """
     spec: GradientSpec | None = ctx.gradient
     rowwise, colwise, bias = ("", "", False) if spec is None else (spec.rowwise, spec.colwise, spec.bias)
-
-    def run(rowwise: str, colwise: str, again: str, high: bool, bias: bool) -> tuple[Tensor, ...]:
-        return backends.activation_backward(
-            grad_y, _rows(x), _rows(gate), ctx.kind, ctx.compute_dtype, rowwise, colwise, again, high, bias, seed,
-            GRAD_STREAM, INPUT_STREAM, ctx.config.backend,
-        )  # fmt: skip
-
+    run = (_in_dgrad if _has_dact(ctx, operands, x, again) else _after_dgrad)(ctx, operands, x, gate, seed)
     out = run(rowwise, colwise, again, spec is None, bias)
     y_t = out[12], out[13]
     if spec is None:
@@ -138,6 +157,44 @@ def _differentiate(
         return MXGradient(x.shape, x.dtype, x.device, parcel)
 
     return travels(0), None if gate is None else travels(1), y_t
+
+
+Differentiate = Callable[[str, str, str, bool, bool], tuple[Tensor, ...]]
+"""From specs of dz row-wise and along the tokens and of y along the tokens, whether to give dz itself and its sums over
+the tokens, to the 14 outputs of `activation_backward`."""
+
+
+def _has_dact(ctx: Any, operands: Operands, x: Tensor, again: str) -> bool:
+    """Whether the derivative is taken in dgrad's epilogue: a GEMM in MXFP8, y rounded to nearest."""
+    grad, _, _, w_scale = operands
+    fits = torch.promote_types(grad.dtype, x.dtype) == x.dtype  # else grad_y would be rounded to x.dtype in between
+    return ctx.config.dgrad_steps and w_scale is not None and is_emitted(again) and fits
+
+
+def _in_dgrad(ctx: Any, operands: Operands, x: Tensor, gate: Tensor | None, seed: Tensor | None) -> Differentiate:
+    grad, grad_q, w, w_scale = operands
+    config: LinearConfig = ctx.config
+
+    def run(rowwise: str, colwise: str, again: str, high: bool, bias: bool) -> tuple[Tensor, ...]:
+        steps = dact_steps(ctx.kind, rowwise, colwise, again, high, bias)
+        return backends.gemm_dact(
+            grad_q[0], grad_q[1], config.dgrad[0], w, w_scale, config.dgrad[1], _rows(x), _rows(gate), steps,
+            grad.dtype, ctx.compute_dtype, config.backend,
+        )  # fmt: skip
+
+    return run
+
+
+def _after_dgrad(ctx: Any, operands: Operands, x: Tensor, gate: Tensor | None, seed: Tensor | None) -> Differentiate:
+    grad_y = dgrad(*operands, ctx.config).to(x.dtype)
+
+    def run(rowwise: str, colwise: str, again: str, high: bool, bias: bool) -> tuple[Tensor, ...]:
+        return backends.activation_backward(
+            grad_y, _rows(x), _rows(gate), ctx.kind, ctx.compute_dtype, rowwise, colwise, again, high, bias, seed,
+            GRAD_STREAM, INPUT_STREAM, ctx.config.backend,
+        )  # fmt: skip
+
+    return run
 
 
 def _activation_wgrad(

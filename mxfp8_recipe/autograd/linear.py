@@ -42,6 +42,8 @@ class LinearConfig:
         fprop: specs of (input, weight). dgrad: (grad_output, weight). wgrad: (grad_output, input).
         stochastic: some operand is rounded stochastically, so a seed is needed.
         backend: a backend's name, or `"auto"` for the one the input's device gets.
+        fprop_steps, dgrad_steps: that GEMM runs in the kernel that has epilogues, whether or not steps follow in it:
+            one implementation a layer, so that its bits do not depend on what is fused.
     """
 
     fprop: tuple[str, str]
@@ -49,6 +51,8 @@ class LinearConfig:
     wgrad: tuple[str, str]
     stochastic: bool
     backend: str = "auto"
+    fprop_steps: bool = False
+    dgrad_steps: bool = False
 
     @classmethod
     def of(cls, precision: LinearPrecision, backend: str = "auto") -> LinearConfig:
@@ -280,16 +284,25 @@ def fprop(
     """(M, N) output."""
     if not config.fprop[0]:
         return backends.matmul(x, weight, bias, weight.dtype, config.backend)
-    x_spec, w_spec = config.fprop
-    return backends.gemm(x_q[0], x_q[1], x_spec, w_q[0], w_q[1], w_spec, bias, weight.dtype, config.backend)
+    operands = x_q[0], x_q[1], config.fprop[0], w_q[0], w_q[1], config.fprop[1]
+    return _gemm(operands, bias, weight.dtype, config.fprop_steps, config.backend)
 
 
 def dgrad(grad: Tensor, grad_q: Quantized, w: Tensor, w_scale: Tensor | None, config: LinearConfig) -> Tensor:
     """(M, K) gradient of the input, from what `kept` saved of the weight."""
     if w_scale is None:
         return backends.matmul(grad, w.t(), None, grad.dtype, config.backend)
-    g_spec, w_spec = config.dgrad
-    return backends.gemm(grad_q[0], grad_q[1], g_spec, w, w_scale, w_spec, None, grad.dtype, config.backend)
+    operands = grad_q[0], grad_q[1], config.dgrad[0], w, w_scale, config.dgrad[1]
+    return _gemm(operands, None, grad.dtype, config.dgrad_steps, config.backend)
+
+
+def _gemm(
+    operands: tuple[Any, ...], bias: Tensor | None, out_dtype: torch.dtype, steps: bool, backend: str
+) -> Tensor:  # fmt: skip
+    """The product, by the kernel that has epilogues or by the one that has none."""
+    if steps:
+        return backends.gemm_epilogue(*operands, bias, [], None, [], backends.PLAIN, out_dtype, backend)[0]
+    return backends.gemm(*operands, bias, out_dtype, backend)
 
 
 def wgrad(grad: Tensor, grad_q: Quantized, x: Tensor, x_scale: Tensor | None, config: LinearConfig) -> Tensor:

@@ -15,7 +15,7 @@ from .table import layout, resolve
 
 
 @lru_cache(maxsize=256)
-def _operand(spec: str) -> tuple[torch.dtype, tuple[int, int]]:
+def operand(spec: str) -> tuple[torch.dtype, tuple[int, int]]:
     """Dtype and tile of an operand quantized per an encoded spec."""
     decoded = QuantSpec.decode(spec)
     return decoded.elem.dtype, decoded.tile
@@ -75,7 +75,7 @@ def _gemm(
     backend: str,
 ) -> Tensor:
     run = resolve("gemm", backend, a.device)
-    (a_dtype, a_tile), (b_dtype, b_tile) = _operand(a_spec), _operand(b_spec)
+    (a_dtype, a_tile), (b_dtype, b_tile) = operand(a_spec), operand(b_spec)
     return run(
         a.view(a_dtype), a_scale, b.view(b_dtype), b_scale, bias, out_dtype=out_dtype, a_tile=a_tile, b_tile=b_tile
     )

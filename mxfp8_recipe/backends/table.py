@@ -20,6 +20,7 @@ import torch
 from ..fused import reference, reference_ops
 from ..fused.attention import jagged_quantize, jagged_reference
 from ..fused.attention import reference as attention
+from ..fused.gemm import dact, epilogue
 
 BACKENDS = ("reference", "triton", "hopper", "blackwell")
 CORE_OPS = (
@@ -27,6 +28,8 @@ CORE_OPS = (
     "gemm", "matmul",
 )  # fmt: skip
 """Ops a device's own backend must have before it is selected."""
+EPILOGUE_OPS = ("gemm_epilogue", "gemm_dact")
+"""Ops that a backend may lack, since kernels of their own do the same steps with the same bits."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +91,10 @@ _TABLE: dict[tuple[str, str], Callable[..., Any] | Kernel] = {
     ("attention_forward", "reference"): attention.attention_forward,
     ("attention_backward", "reference"): attention.attention_backward,
     ("quantize_jagged", "reference"): jagged_quantize.quantize_jagged,
-    **{
-        (f"{op}{kind}", "reference"): getattr(jagged_reference, op) for op in JAGGED_OPS for kind in ("", "_mxfp8")
-    },
+    **{(f"{op}{kind}", "reference"): getattr(jagged_reference, op) for op in JAGGED_OPS for kind in ("", "_mxfp8")},
     ("gemm", "reference"): reference.gemm,
+    ("gemm_epilogue", "reference"): epilogue.gemm_epilogue,
+    ("gemm_dact", "reference"): dact.gemm_dact,
     ("matmul", "reference"): reference.matmul,
     ("matmul", "triton"): reference.matmul_native,
     ("matmul", "hopper"): reference.matmul_native,
@@ -232,7 +235,8 @@ def describe(device: torch.device | str = "cpu") -> list[BackendStatus]:
             continue
         why = str(choice) if emulated or op == "gemm" else ""
         if not found:
-            why = f"no {choice.backend} kernel; layers that need it stay BF16"
+            apart = "the steps after a GEMM are kernels of their own"
+            why = f"no {choice.backend} kernel; {apart if op in EPILOGUE_OPS else 'layers that need it stay BF16'}"
         status = "missing" if not found else "emulated" if emulated else "native"
         rows.append(BackendStatus(op, choice.backend, status, why))
     return rows

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..autograd import (
     ActivationLinearFunction,
+    EpilogueLinearFunction,
     HeadsSpec,
     LinearConfig,
     MXFP8LinearFunction,
@@ -47,14 +48,27 @@ def mxfp8_linear(
     Raises:
         ValueError: shapes that do not fit. TypeError: dtypes that `F.linear` would refuse too.
     """
-    output = _multiply(input, weight, bias, config)
-    heard = listener()
-    if heard is not None and owner is not None:
-        heard.linear(LinearCall(owner, part, input, weight, output, config, output.dtype))
+    output = multiply(input, weight, bias, config)
+    tell(LinearCall(owner, part, input, weight, output, config, output.dtype))
     return output
 
 
-def _multiply(input: Tensor | Traveling, weight: Tensor, bias: Tensor | None, config: LinearConfig) -> Tensor:
+def tell(call: LinearCall) -> None:
+    """Let a monitor hear of a call of somebody."""
+    heard = listener()
+    if heard is not None and call.owner is not None:
+        heard.linear(call)
+
+
+def multiply(
+    input: Tensor | Traveling,
+    weight: Tensor,
+    bias: Tensor | None,
+    config: LinearConfig,
+    steps: str = "",
+    residual: Tensor | None = None,
+) -> Any:
+    """The linear itself; with steps in its epilogue what `EpilogueLinearFunction` returns."""
     dtype = compute_dtype(input)
     _check_linear(input, weight, bias, dtype)
     weight = cast(weight, dtype)
@@ -67,19 +81,27 @@ def _multiply(input: Tensor | Traveling, weight: Tensor, bias: Tensor | None, co
     if isinstance(input, MXTensor):
         if _fits(input, dtype, config, weight):
             parts = (input.qdata, input.scale, input.qdata_t, input.scale_t)
-            return apply(MXFP8LinearFunction, input.carrier, *parts, weight, bias, seed, config)
+            return _apply_linear(input.carrier, *parts, weight, bias, seed, config, steps, residual)
         input = input.high("a linear layer of another precision")
     if isinstance(input, Pending):
         if input.edge.fused and input.kind != "identity":
             input.check()
             gradient = gradient_spec(input.x, input.gate)
             return apply(
-                ActivationLinearFunction, input.x, input.gate, weight, bias, seed, input.kind, config, gradient
-            )
+                ActivationLinearFunction, input.x, input.gate, weight, bias, seed, input.kind, config, gradient,
+                *input.quantized(config.fprop[0], dtype), residual, steps,
+            )  # fmt: skip
         input = input.materialize()
     assert isinstance(input, Tensor)
     nothing = (None, None, None, None)
-    return apply(MXFP8LinearFunction, cast(input, dtype), *nothing, weight, bias, seed, config)
+    return _apply_linear(cast(input, dtype), *nothing, weight, bias, seed, config, steps, residual)
+
+
+def _apply_linear(*args: Any) -> Any:
+    *linear, steps, residual = args
+    if steps:
+        return apply(EpilogueLinearFunction, *linear, residual, steps)
+    return apply(MXFP8LinearFunction, *linear)
 
 
 def _fits(input: MXTensor, dtype: torch.dtype, config: LinearConfig, weight: Tensor) -> bool:

@@ -1,0 +1,153 @@
+"""Edges that end in a GEMM's epilogue: what follows a linear, and is known to, before its output is stored.
+
+    up -> act -> down      act and the quantization for down after up's fprop; act's derivative after down's dgrad
+
+Found from the edges that `edges` found, so that every rule of theirs holds here too: every reader is known, nothing in
+between needs the value itself. What is added: the linear before the activation has no other reader, and down rounds its
+input to nearest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .autograd import activation_steps, is_emitted
+from .edges import EdgeFinder, EdgePlan
+from .epilogue_table import Choice
+from .fused.spec import QuantSpec
+from .modules import ActivationConfig
+from .record import Node
+
+_NAMES = {"gelu": "GELU", "gelu_tanh": "GELU by tanh", "silu": "SiLU", "relu": "ReLU", "relu2": "squared ReLU"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpiloguePlan:
+    """Steps in the epilogue of one GEMM of a linear.
+
+    Attributes:
+        linear: its FQN. gemm: `fprop` or `dgrad`.
+        steps: text of the `Epilogue`; `""` for a dgrad, whose steps follow from who reads its result.
+        edge: producer of the edge that this is part of.
+        consumers: FQNs of the layers that read what it emits.
+        text: the steps in words.
+    """
+
+    linear: str
+    gemm: str
+    steps: str = ""
+    edge: str
+    consumers: tuple[str, ...] = ()
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.text} in its {'' if self.gemm == 'fprop' else f'{self.gemm} '}epilogue"
+
+
+def find_epilogues(
+    finder: EdgeFinder, edges: Iterable[EdgePlan], activations: dict[str, ActivationConfig], choice: Choice
+) -> tuple[EpiloguePlan, ...]:
+    """The epilogues that `choice` allows on the fused among `edges`.
+
+    Args:
+        activations: config of each converted activation module, by FQN.
+    """
+    found: dict[tuple[str, str], EpiloguePlan] = {}
+    for edge in edges:
+        if edge.fused and edge.kind in ("activation", "gated", "function"):
+            for plan in (*_activation(finder, edge, activations, choice), *_dact(finder, edge, choice)):
+                found.setdefault((plan.linear, plan.gemm), plan)
+    return tuple(found.values())
+
+
+def _dact(finder: EdgeFinder, edge: EdgePlan, choice: Choice) -> list[EpiloguePlan]:
+    """The derivative in the consumer's dgrad."""
+    consumer = finder.consumers[edge.consumers[0]]
+    if "dact" not in choice.steps or consumer.several or not consumer.config.dgrad[0]:
+        return []
+    text = "the activation's derivative and MXFP8 out"
+    return [EpiloguePlan(linear=edge.consumers[0], gemm="dgrad", edge=edge.producer, text=text)]
+
+
+def _activation(
+    finder: EdgeFinder, edge: EdgePlan, activations: dict[str, ActivationConfig], choice: Choice
+) -> list[EpiloguePlan]:
+    """The activation and the quantization for the consumer, in fprop of each linear before it."""
+    if "activation" not in choice.steps or edge.kind == "gated":
+        return []
+    rowwise, kind = finder.consumers[edge.consumers[0]].config.fprop[0], ""
+    if not is_emitted(rowwise) or (choice.rows_alone and QuantSpec.decode(rowwise).tile[0] > 1):
+        return []
+    linears = {edge.producer: ""}
+    if edge.kind == "activation":
+        config = activations[edge.producer]
+        if config.in_place or config.packed:
+            return []
+        linears, kind = dict.fromkeys(_before(finder, edge.producer), edge.producer), config.kind
+    plans = []
+    for linear, through in linears.items():
+        kinds = {_kind(finder, call, kind, through) for call in finder.recording.calls(linear)}
+        if len(kinds) == 1 and "" not in kinds and _is_free(finder, linear):
+            (whole,) = kinds
+            consumers = tuple(filter(None, (through, *edge.consumers)))
+            text = f"{_NAMES[whole]} and MXFP8 out"
+            steps = activation_steps(whole, rowwise)
+            plans.append(
+                EpiloguePlan(
+                    linear=linear, gemm="fprop", steps=steps, edge=edge.producer, consumers=consumers, text=text
+                )
+            )
+    return plans
+
+
+def _before(finder: EdgeFinder, activation: str) -> list[str]:
+    """The linears whose output a module takes."""
+    makers = [finder.maker(call.inputs[0]) for call in finder.recording.calls(activation) if len(call.inputs) == 1]
+    return list(dict.fromkeys(node.name for node in makers if node is not None and node.kind == "module"))
+
+
+def _is_free(finder: EdgeFinder, linear: str) -> bool:
+    """Whether a linear multiplies in MXFP8 and nobody gets its output through a hook."""
+    consumer = finder.consumers.get(linear)
+    return (
+        consumer is not None
+        and not consumer.several
+        and bool(consumer.config.fprop[0])
+        and not finder.modules[linear]._forward_hooks
+    )
+
+
+def _kind(finder: EdgeFinder, call: Node, kind: str, through: str) -> str:
+    """What is applied to a linear's output on its way to the next, by a module of this kind and functions; "" for what
+    no epilogue does.
+    """
+    value, made = call.outputs[0] if len(call.outputs) == 1 else None, call
+    if through:
+        readers = [] if value is None else finder.readers(value)
+        if len(readers) != 1 or readers[0].name != through or value in finder.recording.overwritten:
+            return ""
+        if finder.obstacle(call, readers[0]):
+            return ""
+        made = readers[0]
+        value = made.outputs[0] if len(made.outputs) == 1 else None
+    while value is not None:
+        (reader,) = finder.readers(value)
+        if reader.kind == "module":
+            return kind
+        kind = _after(kind, reader)
+        value = reader.outputs[0] if kind else None
+    return ""
+
+
+def _after(kind: str, reader: Node) -> str:
+    """The activation that function `reader` makes of one; "" for none."""
+    if kind:
+        squares = reader.name == "square" or reader.name in ("pow", "__pow__")
+        return "relu2" if kind == "relu" and squares else ""
+    if reader.name in ("relu", "silu"):
+        return reader.name
+    if reader.name == "gelu":
+        by_tanh = "tanh" in (reader.options.get("approximate"), reader.options.get("arg1"))
+        return "gelu_tanh" if by_tanh else "gelu"
+    return ""

@@ -1,0 +1,44 @@
+"""Which steps a backend's GEMMs take into their epilogue, and on what evidence.
+
+A step moves into an epilogue where that was measured to pay, or where the backend has no other use for the kernel that
+could do it; a backend without a line in here that says so computes every step in a kernel of its own, with the same
+bits. The plan and the report say which it is and why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+STEPS = ("activation", "dact", "residual", "gated")
+"""An activation and MXFP8 out; its derivative after a dgrad; a residual added to a projection; a gated pair."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What a backend does.
+
+    Attributes:
+        steps: of `STEPS`, those it takes into an epilogue.
+        why: the evidence, or what is missing.
+        is_gemm: the kernel with an epilogue sums as the one without does. Where it does not, moving a layer from one to
+            the other changes its bits, so only a recording made before the first step may plan it.
+        rows_alone: its MXFP8 out is in tiles of one row.
+    """
+
+    steps: frozenset[str] = frozenset()
+    why: str
+    is_gemm: bool = True
+    rows_alone: bool = False
+
+
+CHOICES = {
+    "reference": Choice(steps=frozenset(STEPS), why="plain torch: an epilogue is its steps one by one, at no gain"),
+    "hopper": Choice(why="no measurement on this GPU is recorded yet that shows an epilogue to be faster"),
+    "blackwell": Choice(why="its layers go to cuBLAS, which has none", is_gemm=False, rows_alone=True),
+    "triton": Choice(why="no kernel"),
+}
+
+
+def epilogue_choice(backend: str) -> Choice:
+    """What `backend` does."""
+    return CHOICES.get(backend, Choice(why=f"backend {backend} has no kernel with an epilogue"))
