@@ -47,7 +47,11 @@ def options(
 
 
 class UsageError(Exception):
-    """A mistake in what was asked, told in one line."""
+    """A mistake in what was asked, told in one line; `trace` is the traceback of a user's own function."""
+
+    def __init__(self, message: str, trace: str = "") -> None:
+        super().__init__(message)
+        self.trace = trace
 
 
 def main() -> None:
@@ -55,9 +59,12 @@ def main() -> None:
     try:
         app(prog_name="mxfp8")
     except UsageError as error:
-        Console(stderr=True, soft_wrap=True).print(f"mxfp8: {error}", style="red", markup=False, highlight=False)
+        console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False, emoji=False)
+        console.print(f"mxfp8: {error}", style="red")
+        console.print(error.trace, end="")
         sys.exit(USAGE_ERROR)
-    except Exception:
+    except Exception as error:
+        print(f"mxfp8: an error of its own: {type(error).__name__}: {error}; please report it", file=sys.stderr)
         traceback.print_exc()
         sys.exit(INTERNAL_ERROR)
 
@@ -189,12 +196,21 @@ def _build(target: str) -> tuple[Any, Any]:
     function = _resolve(target)
     try:
         built = function()
-    except Exception as error:
-        raise UsageError(f"{target}: raised {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise _raised(target, error) from error
     model, example_inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(model, nn.Module):
         raise UsageError(f"{target}: got {type(model).__name__}, expected a torch.nn.Module or (model, example_inputs)")
     return model, example_inputs
+
+
+def _raised(target: str, error: BaseException) -> UsageError:
+    """What a user's module or function raised, with its traceback below our frame."""
+    below = error.__traceback__.tb_next if error.__traceback__ else None
+    frames = [f for f in traceback.extract_tb(below) if "importlib" not in f.filename]
+    lines = traceback.format_list(frames) + traceback.format_exception_only(error)
+    message = " ".join(f"{target}: raised {type(error).__name__}: {error}".split())
+    return UsageError(message, "Traceback (most recent call last):\n" + "".join(lines))
 
 
 def _resolve(target: str) -> Any:
@@ -208,6 +224,8 @@ def _resolve(target: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise UsageError(f"{target}: no module named {error.name} (searched from {Path.cwd()} as well)") from error
+    except (Exception, SystemExit) as error:
+        raise _raised(target, error) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise UsageError(f"{target}: {module_name} has no function {function_name}")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from torch import nn
 
@@ -228,10 +231,14 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=180, force_terminal=False)
-        console.print(self.table())
+        """The table, in the terminal's width, or 180 columns without one, and sentences under it."""
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 180
+        console = Console(file=io.StringIO(), width=width, force_terminal=False)
+        whole = self.table()
+        fits = Measurement.get(console, console.options.update(width=10_000), whole).maximum <= width
+        console.print(whole if fits or width >= 180 else self.narrow_table())
         for line in self.summary():
-            console.print(line, highlight=False)
+            console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
         return console.file.getvalue().rstrip()  # pyright: ignore[reportAttributeAccessIssue]
 
     def table(self) -> Table:
@@ -256,6 +263,19 @@ class Plan:
                 f"{layer.cost.ratio:.2f}x" if layer.cost.bf16 else "-",
                 note,
             )
+        return table
+
+    def narrow_table(self) -> Table:
+        """The same in two columns of text, for terminals that would break words and figures in `table`."""
+        table = Table(title=self.table().title, expand=False, show_lines=True)
+        table.add_column("layer", overflow="fold", ratio=1)
+        table.add_column("what it becomes", overflow="fold", ratio=2)
+        whole = self.table()
+        for layer, kind, ins, outs, becomes, gemms, edge, ratio, note in zip(*(c.cells for c in whole.columns)):
+            size = f" {ins} to {outs}" if ins != "-" else ""
+            time = f", {ratio} of BF16's speed" if ratio != "-" else ""
+            parts = (f"{kind}{size}: {becomes if becomes != '-' else 'left alone'}{time}", gemms, edge, note)
+            table.add_row(layer, "\n".join(str(part) for part in parts if part))
         return table
 
     def summary(self) -> list[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
+from mxfp8_recipe import apply_recipe
 from mxfp8_recipe.ab.types import Batch, DataRequest, FeatureSpec
 
 
@@ -45,6 +47,10 @@ def data(request: DataRequest) -> TinyData:
 
 def bad_labels(request: DataRequest) -> TinyData:
     return TinyData(1500, lambda b: dataclasses.replace(b, labels=b.labels.index_fill(0, torch.tensor([70]), 2.0)))
+
+
+def one_class(request: DataRequest) -> TinyData:
+    return TinyData(1500, lambda b: dataclasses.replace(b, labels=torch.zeros_like(b.labels)))
 
 
 def nan_features(request: DataRequest) -> TinyData:
@@ -94,6 +100,15 @@ def raising_in_forward(spec: FeatureSpec) -> nn.Module:
 
 def raising(request: object) -> nn.Module:
     raise KeyError("no such table")
+
+
+def refused(spec: FeatureSpec) -> nn.Module:
+    apply_recipe(model(spec), "no-such-recipe")  # an error of the plugin's, about what it was given here
+    raise AssertionError
+
+
+def leaving(request: object) -> nn.Module:
+    sys.exit(1)
 
 
 class RaisingData(TinyData):

@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
+from mxfp8_recipe.ab import tables
 from mxfp8_recipe.ab.config import ABConfig
 from mxfp8_recipe.ab.html import render, write_html
 from mxfp8_recipe.ab.report import build_report, write_json
@@ -171,6 +172,7 @@ def test_one_seed_has_no_interval_and_says_so(run):
     assert report["delta"]["ctr"]["ne_interval"] == [None, None]
     assert math.isfinite(report["delta"]["ctr"]["ne_relative"])
     assert "one seed has no spread" in render(report)
+    assert "rows of one class" not in render(report)
 
 
 def test_segments_and_shift_sources_are_shown(report):
@@ -195,3 +197,31 @@ def test_the_interval_says_its_level(report):
     assert report["delta"]["ctr"]["confidence"] == "95 %"  # two seeds: half of the level is spent
     assert "95 % interval" in render(report)
     assert len(report["delta"]["ctr"]["calibration_interval"]) == 2
+
+
+def test_labels_of_one_class_are_said_in_words(tmp_path):
+    """No figure, no interval and no advice is NaN, and nobody is told to use more seeds."""
+    config = ABConfig.parse(data="ab_tiny:one_class", model="ab_tiny:model", batch_size=200, seeds=2, device="cpu")
+    found = build_report(Runner(config, tmp_path).run())
+    for text in (render(found), terminal(found)):
+        assert not re.search(r"\bnan\b", text)
+        assert "undefined" in text
+        assert "one seed" not in text
+        assert "NE is undefined on rows of one class" in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_figure_is_broken_over_lines(report, width):
+    """Tables too wide for the terminal are lists; lines of text are left to it."""
+    text = terminal(report, width)
+    for name in ("logit RMS error", "bf16_init_noise"):
+        assert name in text
+    cells = [*tables.delta(report).rows, *tables.arms(report, "ctr").rows, *tables.gates(report).rows]
+    for value in (cell for row in cells for cell in row[:-1]):
+        assert value in text
+    assert max(map(len, (line for line in text.splitlines() if line[:1] in "┏┃┡│└├┌"))) <= width
+
+
+def test_brackets_and_colons_of_a_users_names_are_kept(report):
+    renamed = {**report, "gates": [{**report["gates"][0], "name": "ctr:boom: [red]"}]}
+    assert "ctr:boom: [red]" in terminal(renamed)

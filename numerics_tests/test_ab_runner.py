@@ -377,14 +377,6 @@ def command(*arguments: str):
         (["--data", "criteo:missing.txt"], r"no file"),
         (["--data", "nonsense"], r"got 'nonsense', expected one of"),
         (["--model", "nonsense"], r"got 'nonsense', expected one of"),
-        (["--data", "ab_tiny:raising"], r"raised KeyError: 'no such table' \(at .*ab_tiny.py:\d+, in raising\)"),
-        (["--model", "ab_tiny:raising"], r"raised KeyError: 'no such table' \(at .*ab_tiny.py:\d+, in raising\)"),
-        (
-            ["--model", "ab_tiny:raising_in_forward"],
-            r"raised RuntimeError: .*shapes.* \(at .*ab_tiny.py:\d+, in forward\)",
-        ),
-        (["--data", "ab_tiny:raising_later"], r"raised OverflowError: .*ab_tiny.py:\d+, in heldout_batches"),
-        (["--data", "ab_tiny:raising_later", "--jobs", "2"], r"raised OverflowError: .*in heldout_batches"),
         (["--model", "ab_tiny:exploding"], r"arm bf16, seed 0: the loss is"),
         (["--ne-budget", "3"], r"options: ne_budget"),
         (["--seeds", "0", "--batch-size", "0"], r"seeds: .*batch_size: "),
@@ -404,11 +396,49 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, monkeypatch, arguments,
     assert re.search(message, result.stderr), result.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message", "last"),
+    [
+        (["--data", "ab_tiny:raising"], r"ab_tiny:raising: raised KeyError: 'no such table' \(.*, in raising\)", "Key"),
+        (["--model", "ab_tiny:raising"], r"ab_tiny:raising: raised KeyError: .*ab_tiny.py:\d+, in raising\)", "Key"),
+        (["--model", "ab_tiny:raising_in_forward"], r"raised RuntimeError: .*shapes.*, in forward\)", "Runtime"),
+        (["--data", "ab_tiny:raising_later"], r"OverflowError: .*ab_tiny.py:\d+, in heldout_batches", "Overflow"),
+        (["--data", "ab_tiny:raising_later", "--jobs", "2"], r"OverflowError: .*in heldout_batches", "Overflow"),
+        (["--model", "ab_tiny:refused"], r"ab_tiny:refused: raised ValueError: recipe: got 'no-such", "Value"),
+        (["--data", "ab_tiny:leaving"], r"ab_tiny:leaving: raised SystemExit: 1 \(at", "SystemExit"),
+        (["--model", "no_syntax:model"], r"no_syntax:model: raised SyntaxError: .* \(at .*no_syntax.py:1", "Syntax"),
+        (["--data", "no_name:data"], r"no_name:data: raised NameError: .* \(at .*no_name.py:1, in <module>\)", "Name"),
+    ],
+)
+def test_what_a_users_function_raises_is_one_line_then_their_traceback(tmp_path, monkeypatch, arguments, message, last):
+    monkeypatch.chdir(tmp_path)
+    Path("no_syntax.py").write_text("def model(spec:\n")
+    Path("no_name.py").write_text("load = undefined\n")
+    result = command("--out", "out", *arguments)
+    assert result.exit_code == 2
+    first, heading, *frames = result.stderr.strip().splitlines()
+    assert first.startswith("mxfp8 ab: ")
+    assert re.search(message, first), result.stderr
+    assert heading == "Traceback (most recent call last):"
+    assert re.search(r"(ab_tiny|no_syntax|no_name)\.py", frames[0])
+    assert frames[-1].startswith(last)
+
+
 def test_a_crash_of_ours_stays_one_though_the_model_is_the_users(tmp_path, monkeypatch):
     monkeypatch.setattr(measure_module, "mean_gate_is_broken", None)
     result = command("--out", str(tmp_path / "out"), "--rows", "400")
     assert isinstance(result.exception, TypeError)
     assert result.exit_code == 1  # the console script makes it 70
+
+
+def test_an_earlier_run_is_moved_and_that_is_said(tmp_path):
+    out = tmp_path / "out"
+    first = command("--out", str(out), "--rows", "400")
+    assert "earlier" not in first.stderr
+    again = command("--out", str(out), "--rows", "400")
+    where = out / "earlier" / "1"
+    assert f"{out} held an earlier run, which is in {where} now; --resume would continue it" in again.stderr
+    assert (out / "earlier" / "1" / "report.json").is_file()
 
 
 @pytest.mark.parametrize(("outcome", "code"), [(Outcome.PASS, 0), (Outcome.FAIL, 1), (Outcome.INCONCLUSIVE, 3)])

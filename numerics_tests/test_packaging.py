@@ -206,7 +206,6 @@ class WithoutMatplotlib:
         (("plan", "no_such_module:build"), "no module named no_such_module"),
         (("plan", "json:no_such_function"), "has no function no_such_function"),
         (("plan", "platform:machine"), "expected a torch.nn.Module"),
-        (("plan", "broken:build"), "raised RuntimeError: no weights here"),
         (("plan", "tiny:build", "--recipe", "no_such_recipe"), "no_such_recipe"),
         (("plan", "tiny:build", "--overrides", "no_such_file.yaml"), "no file"),
         (("plan", "tiny:build", "--overrides", "broken.yaml"), "not valid YAML"),
@@ -221,6 +220,18 @@ def test_mistakes_are_one_line_and_exit_2(
     assert outcome.code == 2, outcome.stderr
     assert message in outcome.stderr
     assert len(outcome.stderr.splitlines()) == 1
+
+
+def test_what_a_users_builder_raises_is_one_line_then_the_traceback(
+    user_files: Path, run_cli: Callable[..., Outcome]
+) -> None:
+    outcome = run_cli("plan", "broken:build", cwd=user_files)
+    first, heading, frame, *_, last = outcome.stderr.splitlines()
+    assert outcome.code == 2
+    assert first == "mxfp8: broken:build: raised RuntimeError: no weights here"
+    assert heading == "Traceback (most recent call last):"
+    assert "broken.py" in frame
+    assert last == "RuntimeError: no weights here"
 
 
 @pytest.fixture

@@ -423,6 +423,21 @@ def test_planning_touches_nothing() -> None:
     assert pickle.dumps(model) == before
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_report_in_a_narrow_terminal_breaks_no_word(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64), nn.Linear(64, 10))
+    report = apply_recipe(model, example_inputs=torch.randn(2, 64))
+    wide = str(report)
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert str(report) == wide  # a file is as wide as it needs to be
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    narrow = str(report)
+    assert max(len(line) for line in narrow.splitlines() if line[0] in "┏┃┡│└├") <= width
+    for text in ("LayerNorm 64 to 64: MXFP8LayerNorm", "Linear 64 to 10: left alone", "GELU: MXFP8GELU", "1x32 @ 1x32"):
+        assert text in narrow
+    assert narrow.splitlines()[-1] == wide.splitlines()[-1]
+
+
 def test_the_report_shows_every_candidate_layer() -> None:
     """Name, old and new type, each GEMM's precision, what mixes tokens, predicted time, and reasons."""
     model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 20), Doubled(32, 32))

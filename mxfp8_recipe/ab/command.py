@@ -19,8 +19,9 @@ from mxfp8_recipe.ab.html import write_html
 from mxfp8_recipe.ab.report import build_report, write_json
 from mxfp8_recipe.ab.results import ResumeError
 from mxfp8_recipe.ab.runner import Runner
-from mxfp8_recipe.ab.terminal import print_report
+from mxfp8_recipe.ab.terminal import print_report, wide_console
 from mxfp8_recipe.ab.training import Diverged
+from mxfp8_recipe.ab.user_code import UserCodeError
 from mxfp8_recipe.monitors.verdict import Outcome
 
 EXIT_CODES = {Outcome.PASS: 0, Outcome.FAIL: 1, Outcome.INCONCLUSIVE: 3}
@@ -80,7 +81,7 @@ def ab_command(
     options = dict(locals())
     options["jobs"] = _default_jobs(device) if jobs is None else jobs
     out, resume = options.pop("out"), options.pop("resume")
-    console = Console()
+    console = wide_console()
     outcome = run_check(options, out, resume=resume, console=console)
     raise typer.Exit(EXIT_CODES[outcome])
 
@@ -105,14 +106,15 @@ def run_check(options: dict[str, Any], out: Path, *, resume: bool, console: Cons
     write_json(report, out / "report.json")
     write_html(report, out / "report.html")
     print_report(report, console)
-    console.print(f"\nReport: {out / 'report.html'}", highlight=False)
+    console.print(f"\nReport: {out / 'report.html'}", highlight=False, markup=False, emoji=False, soft_wrap=True)
     return run.decision.outcome
 
 
 def fail(error: BaseException, command: str = "ab") -> NoReturn:
-    """One line on stderr, exit code 2."""
+    """One line on stderr, a user's own traceback below it, exit code 2."""
     message = " ".join(str(error).split())
-    Console(stderr=True, soft_wrap=True).print(
-        f"mxfp8 {command}: {message}", style="red", markup=False, highlight=False
-    )
+    console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False, emoji=False)
+    console.print(f"mxfp8 {command}: {message}", style="red")
+    if isinstance(error, UserCodeError):
+        console.print(error.trace, end="")
     sys.exit(USAGE_ERROR)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from mxfp8_recipe.ab.command import EXIT_CODES, fail
 from mxfp8_recipe.ab.compare import Options, compare
@@ -18,7 +17,7 @@ from mxfp8_recipe.ab.compare_files import COLUMNS, CompareError, PredictionFile
 from mxfp8_recipe.ab.compare_rows import align
 from mxfp8_recipe.ab.html import render_comparison, write_html
 from mxfp8_recipe.ab.report import write_json
-from mxfp8_recipe.ab.terminal import print_comparison
+from mxfp8_recipe.ab.terminal import print_comparison, wide_console
 
 DEFAULT_OUT = Path("compare_report")
 
@@ -64,7 +63,7 @@ def compare_command(
 
     Exit codes: 0 pass, 1 fail, 3 inconclusive, 2 a mistake in what was asked.
     """
-    console = Console()
+    console = wide_console()
     try:
         options = _options(task, ne_budget, same_weights, negative_sampling_rate, looks)
         if same_weights and placebo:
@@ -82,7 +81,7 @@ def compare_command(
     except (CompareError, OSError) as error:
         fail(error, "compare")
     print_comparison(report, console)
-    console.print(f"\nReport: {out / 'report.html'}", highlight=False)
+    console.print(f"\nReport: {out / 'report.html'}", highlight=False, markup=False, emoji=False, soft_wrap=True)
     raise typer.Exit(EXIT_CODES[decision.outcome])
 
 

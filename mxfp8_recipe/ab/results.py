@@ -227,8 +227,8 @@ class Results:
         self.same_weights[measured.seed] = measured
         self._write(f"seed{measured.seed}-same_weights.json", measured)
 
-    def open(self, fingerprint: dict[str, Any], *, seeds: int, resume: bool) -> None:
-        """Prepare the directory.
+    def open(self, fingerprint: dict[str, Any], *, seeds: int, resume: bool) -> Path | None:
+        """Prepare the directory; where an earlier run's files went, if there were any.
 
         With `resume`, load what an earlier run of the same configuration finished of the first `seeds` seeds.
         Without, move what an earlier run left into `earlier/N`.
@@ -236,14 +236,15 @@ class Results:
         Raises:
             ResumeError: the earlier run's configuration differs, or there is none to resume.
         """
-        record = self.directory / "config.json"
+        record, moved = self.directory / "config.json", None
         if resume:
             self._check(record, fingerprint)
             self._load(seeds)
         else:
-            _set_aside(self.directory)
+            moved = _set_aside(self.directory)
         (self.directory / "results").mkdir(parents=True, exist_ok=True)
         _replace(record, json.dumps(fingerprint, indent=2))
+        return moved
 
     def _check(self, record: Path, fingerprint: dict[str, Any]) -> None:
         if not record.is_file():
@@ -295,12 +296,12 @@ def _replace(path: Path, text: str) -> None:
     os.replace(scratch, path)
 
 
-def _set_aside(directory: Path) -> None:
+def _set_aside(directory: Path) -> Path | None:
     names = ("config.json", "results", "report.json", "report.html", "looks.json", "shift_sources.json")
     found = [directory / name for name in names]
     found = [path for path in found if path.exists()]
     if not found:
-        return
+        return None
     number = 1
     while (directory / "earlier" / str(number)).exists():
         number += 1
@@ -308,3 +309,4 @@ def _set_aside(directory: Path) -> None:
     destination.mkdir(parents=True)
     for path in found:
         path.rename(destination / path.name)
+    return destination

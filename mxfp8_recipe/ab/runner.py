@@ -61,7 +61,10 @@ class Runner:
             DataError: rows that cannot be used. ResumeError: an earlier run of another configuration.
             Diverged: an arm other than MXFP8's lost its numbers, which no recipe is to blame for.
         """
-        self.results.open(self.config.fingerprint(), seeds=self.config.seeds, resume=resume)
+        moved = self.results.open(self.config.fingerprint(), seeds=self.config.seeds, resume=resume)
+        if moved is not None:
+            line = f"{self.results.directory} held an earlier run, which is in {moved} now; --resume would continue it"
+            self.console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True, emoji=False)
         start, interrupted = time.monotonic(), ""
         try:
             self._measure_all()

@@ -38,32 +38,39 @@ def delta(report: dict[str, Any]) -> Cells:
     """The gap of each task, and what the placebos moved."""
     rows = []
     for task, gap in report["delta"].items():
-        low, high = gap["ne_interval"]
-        interval = "one seed: none" if low is None else _span([low, high])
         harmless = [abs(g) for g in report["placebo"][task]["ne_relative"] if g is not None]
         rows.append(
             [
                 task,
                 gap["outcome"],
                 percent(gap["ne_relative"], sign=True),
-                interval,
+                _interval(gap["ne_relative"], gap["ne_interval"]),
                 percent(max(harmless)) if harmless else "-",
                 "-" if gap["calibration"] is None else f"{gap['calibration']:+.4f}",
                 _span(gap["calibration_interval"]),
                 percent(gap["ne_relative_trained"], sign=True),
             ]
         )
+    confidence = next((gap["confidence"] for gap in report["delta"].values() if gap["confidence"]), "")
     columns = (
         ("task", "text"),
         ("twins alone", "text"),
         ("relative NE", "number"),
-        (f"{next(iter(report['delta'].values()))['confidence']} interval" if report["delta"] else "interval", "number"),
+        (f"{confidence} interval".strip(), "number"),
         ("largest placebo gap", "number"),
         ("calibration", "number"),
         ("its interval", "number"),
         ("NE if served in MXFP8", "number"),
     )
     return Cells(columns, rows)
+
+
+def _interval(gap: float | None, interval: list[float | None], confidence: str = "") -> str:
+    if gap is None:
+        return "undefined"
+    if interval[0] is None:
+        return "one seed: none"
+    return f"{_span(interval)} ({confidence})" if confidence else _span(interval)
 
 
 def _span(interval: list[float | None]) -> str:
@@ -87,7 +94,7 @@ def segments(found: list[dict[str, Any]]) -> Cells:
     ]
     columns = (
         ("segment", "text"),
-        ("", "text"),
+        ("outcome", "text"),
         ("relative NE", "number"),
         ("interval", "number"),
         ("resolves", "number"),
@@ -129,7 +136,7 @@ def comparison(report: dict[str, Any]) -> Cells:
                 gap["task"],
                 gap["outcome"],
                 percent(gap["gap"], sign=True),
-                "one seed: none" if gap["interval"][0] is None else f"{_span(gap['interval'])} ({gap['confidence']})",
+                _interval(gap["gap"], gap["interval"], gap["confidence"]),
                 "-" if gap["resolves"] is None else f"±{percent(gap['resolves'])}",
                 percent(max(harmless)) if harmless else "-",
                 percent(report["calibration_gap"]["mean"], sign=True),
@@ -137,7 +144,7 @@ def comparison(report: dict[str, Any]) -> Cells:
         )
     columns = (
         ("task", "text"),
-        ("", "text"),
+        ("outcome", "text"),
         ("relative NE", "number"),
         ("interval", "number"),
         ("resolves", "number"),
@@ -201,7 +208,7 @@ def _state(gate: dict[str, Any]) -> str:
 def gates(report: dict[str, Any]) -> Cells:
     """Every gate at its worst."""
     rows = [[g["name"], _state(g), short(g["value"]), f"{g['limit']:g}", g["detail"]] for g in report["gates"]]
-    columns = (("gate", "text"), ("", "text"), ("worst", "number"), ("limit", "number"), ("where", "text"))
+    columns = (("gate", "text"), ("state", "text"), ("worst", "number"), ("limit", "number"), ("where", "text"))
     return Cells(columns, rows)
 
 
@@ -275,9 +282,11 @@ def power_sentence(report: dict[str, Any]) -> str:
     """What these rows and seeds resolve, and what would decide."""
     power, budget = report["power"], percent(report["budget"])
     seeds, rows = power["seeds_needed"], power["rows_needed"]
+    if power["ne_resolvable"] is None and any("so NE is undefined" in line for line in report["undecided"]):
+        return "Power: unknown; NE is undefined on rows of one class."
     if power["ne_resolvable"] is None:
         more = f"; by the placebos alone, about {seeds} seeds of these rows would decide ±{budget}" if seeds else ""
-        return f"Power: unknown; one seed has no spread to judge a gap by, nor have rows of one class{more}."
+        return f"Power: unknown; one seed has no spread to judge a gap by{more}."
     resolves = f"Power: these rows and seeds resolve a relative NE gap of ±{percent(power['ne_resolvable'])}"
     if power["ne_resolvable"] <= report["budget"]:
         return f"{resolves}, enough for the budget of ±{budget}."

@@ -87,8 +87,8 @@ class Interval:
 
     @property
     def confidence(self) -> str:
-        """As text, such as `92 %`."""
-        return f"{100 * (1 - 2 * self.alpha):.3g} %"
+        """As text, such as `92 %`; empty where there is no interval."""
+        return "" if math.isnan(self.alpha) else f"{100 * (1 - 2 * self.alpha):.3g} %"
 
 
 @dataclass(frozen=True, kw_only=True)

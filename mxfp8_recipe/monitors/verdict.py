@@ -202,7 +202,7 @@ def _served_verdict(seed: str, gaps: TaskGaps, error: float, failed: bool, *, ro
     interval = Interval(mean=gap, low=gap - half, high=gap + half, alpha=ALPHA)
     outcome = Outcome.FAIL if failed else Outcome.PASS if interval.inside(budget) else Outcome.INCONCLUSIVE
     reason = (
-        f"{gaps.task}, seed {seed}: {gaps.undefined}"
+        f"{gaps.task}, seed {seed}: {gaps.undefined}; compare more rows, or rows of another time"
         if gaps.undefined
         else (
             f"{gaps.task}, seed {seed}: relative NE {gap:+.3%}, {interval.confidence} interval over rows "
