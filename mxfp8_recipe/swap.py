@@ -1,11 +1,13 @@
 """Carries a plan out on a model, and takes it back.
 
 The root remembers its plan in a plain attribute. `state_dict` keys stay the model's own; the plan's
-fingerprint travels in the state dict's `_metadata`, which `torch.save` keeps and a plain model ignores.
+fingerprint travels in the state dict's `_metadata`, which `torch.save` keeps and a plain model ignores. A copy that has
+lost it is loaded with a warning.
 """
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +25,8 @@ from .plan import LayerPlan, Plan
 PLAN = "_mxfp8_plan"
 _METADATA = "mxfp8_recipe"
 _EDGE = "mxfp8_edge"
+_CALLER = 6
+"""Frames from a root's load_state_dict hook up to who called `load_state_dict`."""
 
 
 def carry_out(model: nn.Module, plan: Plan, strict: bool) -> None:
@@ -193,6 +197,13 @@ def _check_fingerprint(
     module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *unused: Any
 ) -> None:
     plan, saved = applied_plan(module), local_metadata.get(_METADATA)
+    if plan is not None and plan.converted and "version" not in local_metadata:  # which every state_dict() has
+        warnings.warn(
+            "load_state_dict: this state dict has lost its metadata, as copies such as dict(state_dict) and files of "
+            "tensors alone do, so nothing tells which recipe it was trained with; pass what torch.load gave, or "
+            f"compare by hand: this model has recipe {plan.recipe.name!r}",
+            stacklevel=_CALLER,
+        )
     if plan is not None and saved is not None and saved["digest"] != plan.fingerprint["digest"]:
         raise ValueError(
             "load_state_dict: the checkpoint was trained with another recipe or other overrides: "

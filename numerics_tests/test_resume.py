@@ -151,6 +151,25 @@ def test_plain_checkpoints_and_reverted_models_load_freely(tmp_path: Path) -> No
         other.load_state_dict(state)
 
 
+def test_a_copy_that_lost_the_record_is_loaded_with_a_word(recwarn: pytest.WarningsRecorder) -> None:
+    """Nothing else tells it from a plain model's; a state dict that kept its metadata is quiet, plain ones too."""
+    source, target, plain = MLP(), MLP(), MLP()
+    apply_recipe(source)
+    apply_recipe(target, "mxfp8_hopper")
+    target.load_state_dict(plain.state_dict())
+    target.load_state_dict(copy.deepcopy(target.state_dict()))
+    plain.load_state_dict(dict(source.state_dict()))
+    assert not recwarn.list
+    for copied in (dict(source.state_dict()), {k: v.float() for k, v in source.state_dict().items()}):
+        recwarn.clear()
+        target.load_state_dict(copied)
+        (told,) = recwarn.list
+        assert "this state dict has lost its metadata" in str(told.message)
+        assert "this model has recipe 'mxfp8_hopper'" in str(told.message)
+        assert told.filename == __file__
+    assert same_bits(target.up.weight, source.up.weight)
+
+
 def test_a_recipe_applied_below_the_saved_root_is_checked_too(tmp_path: Path) -> None:
     source, target = (nn.ModuleDict({"tower": MLP()}) for _ in range(2))
     apply_recipe(source["tower"])
