@@ -5,8 +5,8 @@ queries aligned with the end of its keys: query i stands at `t = i + shift`, `sh
 
 Blocks of a loop never leave their sample: the last one slides back to the sample's end, over rows that the block
 before it has taken already, and those are masked. So a full block needs no mask, nothing is zero-filled whose
-exponential would have to be subtracted, and no row of the next sample is multiplied, not even by 0. Only a sample
-shorter than a block is loaded row by row and filled with zeros. The rows of a tile that a loop keeps, not those it
+exponential would have to be subtracted, and no row of the next sample is multiplied, not even by 0. A sample
+shorter than a block goes in blocks of SHORT, zero below its end. The rows of a tile that a loop keeps, not those it
 walks over, may lie past the end of their sample: each stays by itself, and is not stored.
 """
 
@@ -15,8 +15,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._device import INTERPRETED
+from ._products import product, rounded
+
 ENTRY = tl.constexpr(8)
 """Words of a schedule's entry; see `schedule`."""
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+SHORT = tl.constexpr(32)
+"""Rows of a block in a sample that is shorter than the block of the loop: few, since their loads take registers."""
 
 
 @triton.jit
@@ -25,6 +33,26 @@ def deal(turn):
     p = tl.program_id(0)
     n = tl.num_programs(0)
     return turn * n + tl.where(turn % 2 == 1, n - 1 - p, p)
+
+
+@triton.jit
+def turns_of(units, PERSISTENT: tl.constexpr):
+    """How often a program takes a unit; a program each if not PERSISTENT, which needs fewer registers."""
+    if PERSISTENT:
+        turns = tl.cdiv(units, tl.num_programs(0))
+    else:
+        turns = 1
+    return turns
+
+
+@triton.jit
+def anchored(x):
+    """A scalar that the compiler takes for a new one, so that what follows from it is computed here and not kept in
+    registers from before a loop.
+    """
+    if not INTERPRETED:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
+    return x
 
 
 @triton.jit
@@ -123,10 +151,11 @@ def load_some_rows(ptr, row, count, stride, head, ROWS: tl.constexpr, D: tl.cons
 @triton.jit
 def store_some_rows(ptr, x, row, count, heads, head, ROWS: tl.constexpr, D: tl.constexpr):
     """The first `count` of (ROWS, D) to dense (T, heads, D)."""
-    r = tl.arange(0, ROWS)[:, None]
+    zero = anchored(count) - count
+    r = zero + tl.arange(0, ROWS)[:, None]
     at = ptr + (row.to(tl.int64) * heads + head) * D
     stride = (heads * D).to(tl.int64)
-    tl.store(at + r * stride + tl.arange(0, D)[None, :], x.to(ptr.dtype.element_ty), mask=r < count)
+    tl.store(at + r * stride + tl.arange(0, D)[None, :], rounded(x, ptr.dtype.element_ty), mask=r < count)
 
 
 @triton.jit
@@ -162,3 +191,33 @@ def score_bias(
         else:
             bias = added
     return bias
+
+
+@triton.jit
+def scores(
+    q, k, t, s, first_key, Lk, q_time, k_times_ptr, key_row, masked, scale_log2, window,
+    position_ptr, time_ptr, bounds_ptr, head, H, P, N,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITION: tl.constexpr, TIME: tl.constexpr, STEPS: tl.constexpr,
+    FOLD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores of a block in base 2, -inf where hidden; if FOLD their scale is still to be applied.
+
+    t, s: positions of queries and keys; keys before first_key or from Lk on are hidden too. masked: false where nothing
+    is hidden.
+    """
+    x = product(q, tl.trans(k), PRECISION)
+    if not FOLD:
+        x = x * scale_log2
+    if POSITION or TIME:
+        k_time = s
+        if TIME:
+            inside = (s >= 0) & (s < Lk)
+            k_time = tl.load(k_times_ptr + key_row.to(tl.int64) + s, mask=inside, other=0)
+        x += LOG2E * score_bias(
+            t[:, None], s[None, :], q_time[:, None], k_time[None, :], position_ptr, time_ptr, bounds_ptr, head, H, P, N,
+            POSITION, TIME, STEPS,
+        )  # fmt: skip
+    if masked:
+        seen = ((s >= first_key) & (s < Lk))[None, :] & visible(t[:, None], s[None, :], window, CAUSAL, WINDOW)
+        x = tl.where(seen, x, -float("inf"))
+    return x
