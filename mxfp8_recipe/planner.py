@@ -88,7 +88,10 @@ def with_recording(plan: Plan, model: nn.Module, recording: Recording, source: s
     modules = dict(model.named_modules(remove_duplicate=False))
     user = user or Rules(plan.overrides, "overrides")
     calls = _attention_calls(plan, model, recording, user)
-    plan = replace(plan, layers=(*plan.layers, *calls))
+    known = plan.layers
+    if source == "example_inputs":  # later, a layer that mixes under a mask has raised by itself
+        known = tuple(_without_mixing(layer, modules[layer.fqn], recording) for layer in known)
+    plan = replace(plan, layers=(*known, *calls))
     if source == "first forward" and plan.awaited:
         known = set(plan.overrides) - set(plan.awaited)
         check_all_matched(user, [layer.fqn for layer in plan.layers], [], known)
@@ -343,6 +346,20 @@ class _LayerPlanner:
 def _projections_only(precision: Any) -> Any:
     """Attention in BF16 between projections of the same precision."""
     return precision.model_copy(update=dict.fromkeys(GEMMS, BF16))
+
+
+def _without_mixing(layer: LayerPlan, module: nn.Module, recording: Recording) -> LayerPlan:
+    """A multi-head layer that was given a mask under tiles of several tokens: its attention stays in BF16."""
+    if layer.new_type is None or not isinstance(module, nn.MultiheadAttention):
+        return layer
+    precision = layer.precision
+    mixes = precision.spec.mixes_rows and not precision.mix_masked
+    if not mixes or not any(map(_is_masked, recording.calls(layer.fqn))):
+        return layer
+    precision = _projections_only(precision)
+    reason = "its tiles span tokens that its mask hides: its attention stays BF16; use 1x32 tiles or mix_masked"
+    row = replace(layer, precision=precision, reason=reason, mixes_tokens=False)
+    return row if not is_bf16(precision) else replace(row, precision=BF16, new_type=None, implementation=None)
 
 
 def _keep_last(layers: list[LayerPlan], recipe: Recipe, user: Rules) -> list[LayerPlan]:

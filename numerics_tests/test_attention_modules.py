@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from mxfp8_recipe import apply_recipe
 from mxfp8_recipe.autograd import AttentionConfig
 from mxfp8_recipe.config import LinearPrecision
 from mxfp8_recipe.functional import mxfp8_attention
@@ -316,6 +317,34 @@ def test_what_a_multihead_layer_cannot_be_converted_for() -> None:
     }
     for reason, layer in reasons.items():
         assert reason in multihead_problem(layer)
+
+
+@pytest.mark.parametrize("mask", ["attn_mask", "key_padding_mask"])
+def test_square_tiles_under_a_mask_that_example_inputs_show(mask: str) -> None:
+    """The attention stays BF16, its projections do not, and the plan says why; without a mask nothing changes."""
+    given = {"attn_mask": torch.ones(40, 40).triu(1).bool(), "key_padding_mask": torch.zeros(2, 40).bool()}
+    keyword = {"attn_mask": "src_mask", "key_padding_mask": "src_key_padding_mask"}[mask]
+    inputs = {"src": torch.randn(2, 40, 64), keyword: given[mask]}
+
+    def layer() -> nn.Module:
+        return nn.TransformerEncoderLayer(64, 2, 64, dropout=0.0, batch_first=True)
+
+    model = layer()
+    report = apply_recipe(model, "gem", example_inputs=inputs)
+    row = next(la for la in report.layers if la.fqn == "self_attn")
+    assert "tokens that its mask hides: its attention stays BF16" in row.reason
+    assert not row.mixes_tokens
+    assert set(row.gemms.values()) > {"bf16"}
+    assert model(**inputs).isfinite().all()
+    unmasked = apply_recipe(layer(), "gem", example_inputs={"src": inputs["src"]})
+    free = next(la for la in unmasked.layers if not la.reason)
+    assert (free.fqn, free.mixes_tokens) == ("self_attn", True)
+    allowed = apply_recipe(layer(), "gem", overrides={"self_attn": {"mix_masked": True}}, example_inputs=inputs)
+    assert next(la for la in allowed.layers if la.fqn == "self_attn").mixes_tokens
+    late = layer()
+    apply_recipe(late, "gem")
+    with pytest.raises(ValueError, match=r"self_attn: .* example_inputs .* overrides=\{'self_attn': 'bf16'\}"):
+        late(**inputs)
 
 
 def test_multihead_errors() -> None:

@@ -170,8 +170,9 @@ def _check_attention(
     if config.mixes_rows and not config.mix_masked and (is_causal or mask is not None):
         raise ValueError(
             f"{name}: a tile of several tokens under {'a causal mask' if is_causal else 'an attention mask'} would let "
-            "hidden tokens move visible ones; override this layer with 1x32 tiles or 'bf16', or allow it by name with "
-            "{'mix_masked': True}"
+            "hidden tokens move visible ones; apply the recipe with example_inputs that have the mask, which leaves "
+            f"this attention in BF16, or say overrides={{{config.layer!r}: 'bf16'}}, 1x32 tiles for it, or "
+            "{'mix_masked': True} to allow it"
         )
 
 
