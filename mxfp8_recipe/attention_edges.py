@@ -12,6 +12,7 @@ from torch import nn
 
 from .autograd import AttentionConfig
 from .edges import EdgeFinder, EdgePlan
+from .modules import JaggedAttention
 from .record import Node
 
 _SPLITS, _MERGES = ("view", "reshape", "unflatten"), ("view", "reshape", "flatten")
@@ -20,6 +21,8 @@ _ROLES = ("query", "key", "value")
 
 def attention_edges(finder: EdgeFinder, name: str, config: AttentionConfig, module: nn.Module) -> list[EdgePlan]:
     """The edges of one converted attention: a multi-head layer's inner ones, or those around a call."""
+    if isinstance(module, JaggedAttention):
+        return []  # its projections reach it in high precision
     if isinstance(module, nn.MultiheadAttention):
         return [_multihead(finder, name, config, module)]
     calls = [node for node in finder.recording.nodes if _is_call(node) and node.path and node.path[-1] is module]

@@ -21,7 +21,8 @@ from .epilogue_edges import EpiloguePlan, find_epilogues
 from .epilogue_table import STEPS, epilogue_choice
 from .fused.attention.spec import GEMMS
 from .fused.spec import BLOCK
-from .modules import SDPAOwner, is_swapped
+from .modules import JaggedAttention, MXFP8JaggedAttention, SDPAOwner, is_swapped
+from .modules.jagged_core import SOFTMAX
 from .plan import LayerPlan, Plan
 from .recipe_files import load_overrides, load_recipe
 from .recognize import Candidate, recognize
@@ -30,6 +31,7 @@ from .rules import Match, Rules, apply_override, base_precision, check_all_match
 from .te_interop import inside_te
 
 SDPA = "scaled_dot_product_attention"
+_MIXES = "its tiles span several tokens, which its mask hides from each other"
 
 
 def plan_recipe(
@@ -130,6 +132,11 @@ def _epilogues(
 def _is_masked(call: Node) -> bool:
     """Whether a recorded attention call has a mask: a fourth tensor, or a causal flag."""
     return len(call.inputs) > 3 or any(value is True for key, value in call.options.items() if key != "enable_gqa")
+
+
+def _mixes_rows(precision: Any, module: JaggedAttention) -> bool:
+    """Whether a tile spans tokens; what stands in softmax's place has an amax, which its tile takes."""
+    return precision.spec.mixes_rows or (module.activation != SOFTMAX and precision.spec.mixes_weights)
 
 
 def _consumer(layer: LayerPlan, module: nn.Module) -> Consumer | None:
@@ -265,6 +272,9 @@ class _LayerPlanner:
         self.own = Rules(recipe.rules, f"recipe {recipe.name}")
 
     def plan(self, names: list[str], module: nn.Module, candidate: Candidate) -> LayerPlan:
+        if candidate.implementation is MXFP8JaggedAttention:
+            assert isinstance(module, JaggedAttention)
+            return self.plan_jagged(names, module, candidate)
         precision, reason = base_precision(self.recipe, self.own, names, candidate.kind)
         match = self.user.match(names, candidate.kind)
         if match is not None:
@@ -281,6 +291,16 @@ class _LayerPlanner:
             precision, reason = (BF16, small) if small else (precision, reason)
         return self._row(names, module, candidate, precision, reason)
 
+    def plan_jagged(self, names: list[str], module: JaggedAttention, candidate: Candidate) -> LayerPlan:
+        """The row of attention on a jagged batch, whose projections are layers of their own."""
+        precision, reason = call_precision(self.recipe, self.user, names)
+        if not reason and not backends.has("jagged_forward_mxfp8", self.backend):
+            reason = f"backend {self.backend} has no MXFP8 kernel of jagged attention: it stays BF16"
+        masked = module.causal or module.window is not None
+        if not reason and masked and not precision.mix_masked and _mixes_rows(precision, module):
+            reason = f"{_MIXES}; use 1x32 tiles or mix_masked"
+        return self._row(names, module, candidate, BF16 if reason else precision, reason)
+
     def plan_call(self, names: list[str], module: nn.Module, calls: list[Node]) -> LayerPlan:
         """The row of a module that calls attention itself."""
         precision, reason = call_precision(self.recipe, self.user, names)
@@ -291,7 +311,7 @@ class _LayerPlanner:
         if not reason and any(dim % BLOCK for dim in dims):
             reason = f"head dim {next(dim for dim in dims if dim % BLOCK)} is not a multiple of {BLOCK}"
         if not reason and precision.spec.mixes_rows and not precision.mix_masked and any(map(_is_masked, calls)):
-            reason = "its tiles span several tokens, which its mask hides from each other; use 1x32 tiles or mix_masked"
+            reason = f"{_MIXES}; use 1x32 tiles or mix_masked"
         if reason:
             precision, implementation = BF16, None
         candidate = Candidate("attention", implementation=implementation)

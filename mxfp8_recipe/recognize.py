@@ -18,12 +18,15 @@ from .autograd import NormConfig
 from .fused.spec import BLOCK
 from .modules import (
     ActivationConfig,
+    JaggedAttention,
     MXFP8Activation,
+    MXFP8JaggedAttention,
     MXFP8Linear,
     MXFP8LinearTransposed,
     MXFP8MultiheadAttention,
     MXFP8Norm,
     NormModuleConfig,
+    jagged_problem,
     multihead_problem,
 )
 from .probe import probe_activation, probe_norm, probe_transposed_linear
@@ -66,6 +69,9 @@ def recognize(module: nn.Module, parent: nn.Module | None, cache: dict[object, A
         return _recognize_te(module, of_te)
     if isinstance(module, nn.MultiheadAttention):
         return _recognize_multihead(module)
+    if isinstance(module, JaggedAttention):
+        reason = _forward_problem(module, JaggedAttention) or jagged_problem(module)
+        return Candidate("attention", implementation=None if reason else MXFP8JaggedAttention, reason=reason)
     if isinstance(module, nn.Linear):
         return None if isinstance(parent, nn.MultiheadAttention) else _recognize_linear(module)
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):

@@ -11,7 +11,7 @@ from torch import nn
 
 from mxfp8_recipe.ab.data import DataError
 from mxfp8_recipe.ab.models import MODELS, build_model
-from mxfp8_recipe.ab.models.layers import Jagged, attend
+from mxfp8_recipe.ab.models.layers import History
 from mxfp8_recipe.ab.types import Batch, FeatureSpec
 
 FULL = FeatureSpec(num_dense=5, cardinalities=(40, 7, 9), history_field=0, max_history=6, tasks=("ctr", "cvr"))
@@ -136,26 +136,9 @@ def test_gem_small_is_the_architecture_with_eligible_linears():
     assert len(linears) - len(narrow) >= 18
 
 
-def test_attention_equals_per_row_softmax_without_padding():
-    batch = make_batch(FULL, [3, 0, 6, 1])
-    jagged = Jagged.of(batch, FULL.max_history)
-    q, kv = torch.randn(4, 2, 8), torch.randn(10, 16)
-    key, value = jagged.pad(kv).chunk(2, dim=2)
-    out = attend(q, key, value, jagged, heads=1)
-    for row, (start, stop) in enumerate([(0, 3), (3, 3), (3, 9), (9, 10)]):
-        k, v = kv[start:stop].chunk(2, dim=1)
-        expected = torch.softmax(q[row] @ k.T / 8**0.5, dim=1) @ v if stop > start else torch.zeros(2, 8)
-        torch.testing.assert_close(out[row], expected, rtol=1e-5, atol=1e-6)
-
-
-def test_pad_and_pack_are_inverse_and_ages_count_from_the_newest():
+def test_ages_count_from_the_newest():
     batch = make_batch(FULL, [3, 0, 2])
-    jagged = Jagged.of(batch, 4)
-    values = torch.arange(5.0)[:, None]
-    assert jagged.pad(values)[:, :, 0].tolist() == [[0, 1, 2, 0], [0, 0, 0, 0], [3, 4, 0, 0]]
-    assert torch.equal(jagged.pack(jagged.pad(values)), values)
-    assert jagged.ages.tolist() == [2, 1, 0, 1, 0]
-    assert jagged.mask.tolist() == [[True] * 3 + [False], [True] + [False] * 3, [True] * 2 + [False] * 2]
+    assert History.of(batch, 4).ages.tolist() == [2, 1, 0, 1, 0]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .jagged_layout import Pairs
+
 HSTU_WIDTH = 0.301
 """Width of a time bucket in the natural logarithm: HSTU's `log(max(1, |dt|)) / 0.301`."""
 
@@ -66,6 +68,22 @@ def position_buckets(relative: Tensor, size: int) -> Tensor:
 def time_buckets(interval: Tensor, bounds: Tensor) -> Tensor:
     """Rows of the time table for `q_time - k_time`, int64 of the same shape."""
     return torch.bucketize(interval.abs(), bounds, right=True)
+
+
+def bucketed(bias: JaggedBias | None, pairs: Pairs) -> list[tuple[Tensor, Tensor]]:
+    """Each table with the bucket (B, Lq, Lk) of every pair of a batch."""
+    found: list[tuple[Tensor, Tensor]] = []
+    if bias is None:
+        return found
+    if bias.position is not None:
+        found.append((bias.position, position_buckets(pairs.relative, len(bias.position))))
+    if bias.time is not None:
+        assert bias.q_times is not None
+        assert bias.k_times is not None
+        assert bias.time_bounds is not None
+        interval = pairs.q.pad(bias.q_times)[:, :, None] - pairs.k.pad(bias.k_times)[:, None, :]
+        found.append((bias.time, time_buckets(interval, bias.time_bounds)))
+    return found
 
 
 def bias_of(table: Tensor, buckets: Tensor, dtype: torch.dtype) -> Tensor:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .activations import act, act_grad
-from .bias import JaggedBias, bias_of, position_buckets, table_gradient, time_buckets
+from .bias import JaggedBias, bias_of, bucketed, table_gradient
 from .gemms import Quantized, along_sequence, by_head, sum_groups, with_empty
 from .jagged_layout import Jagged, Pairs
 from .jagged_quantize import padded_operand
@@ -314,7 +314,7 @@ class _Batch:
         """(B, H, Lq, Lk) fp32 or fp64: `scale * Q K^T + bias`, of every pair."""
         operands = self.operands["query"], self.operands["key"]
         scores = by_head("qk", self.spec, self.q, self.k, *operands, self.groups) * scale
-        for table, buckets in self._biases():
+        for table, buckets in bucketed(self.bias, self.pairs):
             scores = scores + bias_of(table, buckets, scores.dtype)
         return scores
 
@@ -322,7 +322,7 @@ class _Batch:
         """Gradients of the bias tables, or empty tensors."""
         found = {}
         if "b" in wanted and self.bias is not None:
-            found = {id(t): table_gradient(dscores, buckets, len(t)) for t, buckets in self._biases()}
+            found = {id(t): table_gradient(dscores, buckets, len(t)) for t, buckets in bucketed(self.bias, self.pairs)}
         tables = (None, None) if self.bias is None else (self.bias.position, self.bias.time)
         nothing = self.q.new_empty(0, dtype=torch.float32)
         position, time = (found.get(id(table), nothing) for table in tables)
@@ -335,22 +335,6 @@ class _Batch:
         groups = self.groups if gemm in ("pv", "dq") else 1
         visible, dtype = self.pairs.visible, self.q.dtype
         return along_sequence(gemm, self.spec, weights, high, quantized, visible, groups, seed, dtype, bounded=False)
-
-    def _biases(self) -> list[tuple[Tensor, Tensor]]:
-        """Each table with the bucket (B, Lq, Lk) of every pair."""
-        found: list[tuple[Tensor, Tensor]] = []
-        if self.bias is None:
-            return found
-        if self.bias.position is not None:
-            found.append((self.bias.position, position_buckets(self.pairs.relative, len(self.bias.position))))
-        if self.bias.time is not None:
-            q_times, k_times, bounds = self.bias.q_times, self.bias.k_times, self.bias.time_bounds
-            assert q_times is not None
-            assert k_times is not None
-            assert bounds is not None
-            interval = self.pairs.q.pad(q_times)[:, :, None] - self.pairs.k.pad(k_times)[:, None, :]
-            found.append((self.bias.time, time_buckets(interval, bounds)))
-        return found
 
 
 def _softmax(batch: _Batch, scale: float, seed: Tensor | None) -> tuple[Tensor, Tensor]:

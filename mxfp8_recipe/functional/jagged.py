@@ -18,10 +18,12 @@ from ..autograd.jagged import BlockAttentionFunction, JaggedAttentionFunction, J
 from ..backends.jagged import jagged_schedule as schedule_op
 from ..backends.offsets import WATCH, Claim
 from ..fused.attention.activations import ACTIVATIONS
-from ..fused.attention.bias import JaggedBias
+from ..fused.attention.bias import JaggedBias, bias_of, bucketed
+from ..fused.attention.jagged_layout import Jagged, Pairs
 from ..fused.spec import BLOCK, near_misses
 from .common import apply, cast, compute_dtype, draw_seed
 from .jagged_checks import check_bias, check_mask, check_offsets_form, check_operands
+from .listening import AttentionCall, listener
 
 
 def jagged_attention(
@@ -241,10 +243,38 @@ def _run(
         schedule = schedule_op(
             q_offsets, k_offsets, q.shape[0], k.shape[0], max_q, max_k, options.causal, options.window, "auto"
         )  # shared by forward and backward
-    return apply(
+    out = apply(
         JaggedAttentionFunction, q, k, v, position, time, q_offsets, None if same else k_offsets, max_q, max_k,
         q_times, k_times, bounds, schedule, seed, config, options,
     )  # fmt: skip
+    heard = listener()
+    if heard is not None and config is not None and q_offsets is not None and not options.activation:
+        samples = Jagged.of(q_offsets, max_q, len(q)), Jagged.of(k_offsets, max_k, len(k))
+        pairs = Pairs(*samples, options.causal, options.window)
+        heard.attention(_as_dense(config, pairs, q, k, v, bias, seed, out, options))
+    return out
+
+
+def _as_dense(
+    config: AttentionConfig,
+    pairs: Pairs,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: JaggedBias | None,
+    seed: Tensor | None,
+    out: Tensor,
+    options: JaggedOptions,
+) -> AttentionCall:
+    """A call of softmax attention as a monitor hears of it: padded, with a mask."""
+    with torch.no_grad():
+        mask = ~pairs.hidden
+        if bias is not None:
+            added = sum(bias_of(table, buckets, torch.float32) for table, buckets in bucketed(bias, pairs))
+            mask = torch.where(mask, added, -torch.inf)
+        padded = pairs.q.pad_heads(q), pairs.k.pad_heads(k), pairs.k.pad_heads(v)
+    facts = {"scale": options.scale, "causal": False, "dropout_p": 0.0}
+    return AttentionCall(config, *padded, (), mask, seed, out, facts, pairs.q.pad_heads)
 
 
 def _prepare(

@@ -6,7 +6,7 @@ traces and runs the same whether or not somebody listens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -50,6 +50,7 @@ class AttentionCall:
         given: qdata, scale, qdata_t, scale_t of query, key and value, or nothing.
         output: (..., H, Lq, E); a carrier where it travels on.
         options: scale, causal, dropout_p.
+        pad: turns a gradient of the output into (..., H, Lq, E), where the output is packed.
     """
 
     config: AttentionConfig
@@ -61,6 +62,7 @@ class AttentionCall:
     seed: Tensor | None
     output: Tensor
     options: dict[str, Any]
+    pad: Callable[[Tensor], Tensor] | None = None
 
 
 class Listener(Protocol):

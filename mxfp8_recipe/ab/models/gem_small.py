@@ -1,4 +1,4 @@
-"""`gem-small`: a true miniature of a GEM-like ads model, in plain torch.
+"""`gem-small`: a true miniature of a GEM-like ads model, on packed events: nothing is padded.
 
     history ids -> embedding + age -> [pre-norm self-attention, pre-norm MLP] x layers -> norm
         -> pooled attention (PMA: learned seeds ask, events answer)        (B, seeds, D)
@@ -17,15 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mxfp8_recipe.ab.models.layers import (
-    FieldEmbeddings,
-    HistoryAttention,
-    Jagged,
-    SelfAttention,
-    embedding,
-    mlp,
-)
+from mxfp8_recipe.ab.models.layers import FieldEmbeddings, History, embedding, mlp
 from mxfp8_recipe.ab.types import Batch, FeatureSpec
+from mxfp8_recipe.modules import CrossAttention, JaggedMultiheadAttention, PooledAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +43,12 @@ class HistoryBlock(nn.Module):
     def __init__(self, config: GemSmallConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.width)
-        self.attention = SelfAttention(config.width, config.heads)
+        self.attention = JaggedMultiheadAttention(config.width, config.heads)
         self.mlp_norm = nn.RMSNorm(config.width)
         self.mlp = mlp(config.width, config.history_hidden, config.width, activate_last=False)
 
-    def forward(self, x: Tensor, jagged: Jagged) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), jagged)
+    def forward(self, x: Tensor, history: History) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), history.offsets, history.max_length)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -67,19 +61,19 @@ class HistoryTower(nn.Module):
         self.ages = embedding(max_history, config.width)
         self.blocks = nn.ModuleList(HistoryBlock(config) for _ in range(config.history_layers))
         self.norm = nn.RMSNorm(config.width)
-        self.seeds = nn.Parameter(torch.randn(config.seeds, config.width) * config.width**-0.5)
-        self.pool = HistoryAttention(config.width, config.heads)
+        self.pool = PooledAttention(config.width, config.heads, config.seeds)
         self.candidate_norm = nn.RMSNorm(config.width)
-        self.cross = HistoryAttention(config.width, config.heads)
+        self.cross = CrossAttention(config.width, config.heads)
 
     def forward(self, items: nn.Embedding, candidate: Tensor, batch: Batch) -> Tensor:
-        jagged = Jagged.of(batch, self.max_history)
-        events = items(batch.history) + self.ages(jagged.ages)
+        history = History.of(batch, self.max_history)
+        events = items(batch.history) + self.ages(history.ages)
         for block in self.blocks:
-            events = block(events, jagged)
+            events = block(events, history)
         events = self.norm(events)
-        pooled = self.pool(self.seeds, events, jagged)
-        about_candidate = self.cross(self.candidate_norm(candidate)[:, None], events, jagged)
+        pooled = self.pool(events, history.offsets, history.max_length)
+        asked = {"context_offsets": history.offsets, "max_context": history.max_length}
+        about_candidate = self.cross(self.candidate_norm(candidate)[:, None], events, **asked)
         return torch.cat([pooled, about_candidate], dim=1)
 
 

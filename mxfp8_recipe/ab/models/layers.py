@@ -1,4 +1,4 @@
-"""Parts the CTR models share: embedding tables, MLPs, padding to whole 32s, and jagged attention."""
+"""Parts the CTR models share: embedding tables, MLPs, padding to whole 32s, and histories."""
 
 from __future__ import annotations
 
@@ -52,22 +52,20 @@ def pad_features(x: Tensor, width: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Jagged:
-    """Where each event of a packed (T, ...) tensor sits in a padded (B, max_length, ...) one.
+class History:
+    """The events of a batch, as attention takes them.
 
     Attributes:
-        slots: (T,) int64 position in the flattened (B * max_length) padding.
+        offsets: (B + 1,) where each row's events begin. max_length: no row has more.
         ages: (T,) int64, 0 for a row's newest event.
-        mask: (B, max_length) bool, True where attention may look. Slot 0 of an empty row counts too: it
-            holds a zero key and a zero value, so attending to an empty history gives zero, never NaN.
     """
 
-    slots: Tensor
+    offsets: Tensor
+    max_length: int
     ages: Tensor
-    mask: Tensor
 
     @staticmethod
-    def of(batch: Batch, max_length: int) -> Jagged:
+    def of(batch: Batch, max_length: int) -> History:
         events, offsets = batch.history, batch.history_offsets
         if events is None or offsets is None:
             raise ValueError(
@@ -76,68 +74,7 @@ class Jagged:
             )
         index = torch.arange(events.shape[0], device=events.device)
         row = torch.bucketize(index, offsets[1:], right=True)
-        slot = torch.arange(max_length, device=events.device)
-        lengths = offsets.diff()
-        return Jagged(
-            slots=row * max_length + index - offsets[row],
-            ages=offsets[row + 1] - 1 - index,
-            mask=(slot < lengths[:, None]) | (slot == 0),
-        )
-
-    def pad(self, values: Tensor) -> Tensor:
-        """(T, D) -> (B, max_length, D), zero where there is no event."""
-        rows, length = self.mask.shape
-        padded = values.new_zeros((rows * length, values.shape[1])).index_copy(0, self.slots, values)
-        return padded.view(rows, length, values.shape[1])
-
-    def pack(self, padded: Tensor) -> Tensor:
-        """(B, max_length, D) -> (T, D)."""
-        return padded.reshape(-1, padded.shape[2]).index_select(0, self.slots)
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, jagged: Jagged, heads: int) -> Tensor:
-    """Softmax attention inside each row: query (B, Q, D), key and value (B, max_length, D) -> (B, Q, D)."""
-
-    def split(x: Tensor) -> Tensor:
-        return x.unflatten(2, (heads, -1)).transpose(1, 2)
-
-    out = F.scaled_dot_product_attention(
-        split(query), split(key), split(value), attn_mask=jagged.mask[:, None, None, :]
-    )
-    return out.transpose(1, 2).flatten(2)
-
-
-class SelfAttention(nn.Module):
-    """Attention of each event to its row's events, packed in and out: (T, D) -> (T, D)."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x: Tensor, jagged: Jagged) -> Tensor:
-        query, key, value = jagged.pad(self.qkv(x)).chunk(3, dim=2)
-        return self.out(jagged.pack(attend(query, key, value, jagged, self.heads)))
-
-
-class HistoryAttention(nn.Module):
-    """Attention of given queries to each row's events: (B, Q, D), (T, D) -> (B, Q, D).
-
-    A query of shape (Q, D) is projected once and asked of every row: pooled attention (PMA).
-    """
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.query = nn.Linear(width, width)
-        self.key_value = nn.Linear(width, 2 * width)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, query: Tensor, events: Tensor, jagged: Jagged) -> Tensor:
-        key, value = jagged.pad(self.key_value(events)).chunk(2, dim=2)
-        query = self.query(query).expand(key.shape[0], -1, -1)
-        return self.out(attend(query, key, value, jagged, self.heads))
+        return History(offsets, max_length, offsets[row + 1] - 1 - index)
 
 
 class HistoryMean(nn.Module):

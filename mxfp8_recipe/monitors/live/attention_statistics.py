@@ -10,6 +10,7 @@ multiply in BF16 are counted as if quantized.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,7 +33,7 @@ class AttentionSample:
 
     Attributes:
         scores: (b, H, q, Lk) fp32. value: (b, H, Lk, E) fp32, as `dp` reads it.
-        step: every which sample of the batch. samples, queries: how many.
+        step: every which sample of the batch. samples, queries: how many. pad: as in the call.
     """
 
     spec: AttentionSpec
@@ -41,6 +42,7 @@ class AttentionSample:
     step: int
     samples: int
     queries: int
+    pad: Callable[[Tensor], Tensor] | None
 
 
 def sample_attention(call: AttentionCall) -> AttentionSample | None:
@@ -71,7 +73,7 @@ def sample_attention(call: AttentionCall) -> AttentionSample | None:
     if call.options.get("causal"):
         visible = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~visible, -math.inf)
-    return AttentionSample(spec, scores, v, step, samples, queries)
+    return AttentionSample(spec, scores, v, step, samples, queries, call.pad)
 
 
 def probs_fields(sample: AttentionSample) -> Fields | None:
@@ -84,10 +86,11 @@ def probs_fields(sample: AttentionSample) -> Fields | None:
 
 
 def grad_scores_fields(sample: AttentionSample, grad: Tensor) -> Fields | None:
-    """Fields of dS, from the gradient (..., H, Lq, E) of the output; None where `dq` is not MXFP8."""
+    """Fields of dS, from the gradient of the output; None where `dq` is not MXFP8."""
     spec = sample.spec
     if spec.dq is None:
         return None
+    grad = grad if sample.pad is None else sample.pad(grad)
     grad = _four_dims(grad, grad.shape[:-3])[:: sample.step][: sample.samples, :, : sample.queries].float()
     grad = _seen(grad, spec.dp[0]) if spec.dp else grad
     blind = (sample.scores == -math.inf).all(-1, keepdim=True)  # a query that sees no key has no gradient
