@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -345,6 +349,14 @@ def test_offsets_of_both_integer_types_and_of_inference_mode() -> None:
     assert same_bits(softmax(t), softmax(wide))
     with torch.inference_mode():
         assert same_bits(softmax(tensors(SELF)), softmax(t))
+
+
+def test_the_ops_run_on_the_kernels() -> None:
+    script = Path(__file__).with_name("jagged_on_kernels.py")
+    command = [sys.executable, str(script), "jagged", "block"]
+    environment = {**os.environ, "PYTHONPATH": str(script.parent.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.gpu

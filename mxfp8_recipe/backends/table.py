@@ -78,6 +78,14 @@ JAGGED_OPS = (
 )  # fmt: skip
 """Attention on jagged batches; `<op>_mxfp8` is the same op with GEMMs in MXFP8."""
 
+_JAGGED: dict[str, Kernel] = {
+    "jagged_schedule": Kernel("attention.schedule", "build"),
+    "jagged_forward": Kernel("attention.jagged", "forward"),
+    "jagged_backward": Kernel("attention.jagged", "backward"),
+    "block_forward": Kernel("attention.block", "forward"),
+    "block_backward": Kernel("attention.block", "backward"),
+}
+
 _TABLE: dict[tuple[str, str], Callable[..., Any] | Kernel] = {
     ("quantize", "reference"): reference_ops.quantize_both,
     ("quantize_and_sum", "reference"): reference_ops.quantize_and_sum,
@@ -103,6 +111,7 @@ _TABLE: dict[tuple[str, str], Callable[..., Any] | Kernel] = {
     ("gemm", "blackwell"): Kernel("gemm.blackwell", "gemm"),
     ("gemm", "triton"): Kernel("gemm.portable", "gemm"),
     **{(op, backend): kernel for op, kernel in _MEMORY_BOUND.items() for backend in ("triton", "hopper")},
+    **{(op, backend): kernel for op, kernel in _JAGGED.items() for backend in ("triton", "hopper", "blackwell")},
     **{
         (op, backend): replace(kernel, options=(("swizzled", laid.swizzled), ("pad_tokens", laid.pad_tokens)))
         for op, kernel in _MEMORY_BOUND.items()
