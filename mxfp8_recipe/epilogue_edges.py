@@ -1,24 +1,28 @@
 """Edges that end in a GEMM's epilogue: what follows a linear, and is known to, before its output is stored.
 
     up -> act -> down      act and the quantization for down after up's fprop; act's derivative after down's dgrad
+    x + down(h)            the sum after down's fprop
 
-Found from the edges that `edges` found, so that every rule of theirs holds here too: every reader is known, nothing in
-between needs the value itself. What is added: the linear before the activation has no other reader, and down rounds its
-input to nearest.
+The first are found from the edges that `edges` found, so that every rule of theirs holds here too: every reader is
+known, nothing in between needs the value itself. What is added: the linear before the activation has no other reader,
+and down rounds its input to nearest. A sum follows the linear's call at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from .autograd import activation_steps, is_emitted
+from .backends import PLAIN
 from .edges import EdgeFinder, EdgePlan
 from .epilogue_table import Choice
 from .fused.spec import QuantSpec
 from .modules import ActivationConfig
 from .record import Node
 
+_SUMS = ("add", "__add__", "__radd__")
 _NAMES = {"gelu": "GELU", "gelu_tanh": "GELU by tanh", "silu": "SiLU", "relu": "ReLU", "relu2": "squared ReLU"}
 
 
@@ -29,7 +33,7 @@ class EpiloguePlan:
     Attributes:
         linear: its FQN. gemm: `fprop` or `dgrad`.
         steps: text of the `Epilogue`; `""` for a dgrad, whose steps follow from who reads its result.
-        edge: producer of the edge that this is part of.
+        edge: producer of the edge that this is part of; `""` for a residual, which is an edge of its own.
         consumers: FQNs of the layers that read what it emits.
         text: the steps in words.
     """
@@ -37,7 +41,7 @@ class EpiloguePlan:
     linear: str
     gemm: str
     steps: str = ""
-    edge: str
+    edge: str = ""
     consumers: tuple[str, ...] = ()
     text: str
 
@@ -58,7 +62,38 @@ def find_epilogues(
         if edge.fused and edge.kind in ("activation", "gated", "function"):
             for plan in (*_activation(finder, edge, activations, choice), *_dact(finder, edge, choice)):
                 found.setdefault((plan.linear, plan.gemm), plan)
+    if "residual" in choice.steps:
+        producers = {edge.producer for edge in edges} | {linear for linear, gemm in found if gemm == "fprop"}
+        for plan in _residuals(finder, producers):
+            found[plan.linear, plan.gemm] = plan
     return tuple(found.values())
+
+
+def _residuals(finder: EdgeFinder, producers: set[str]) -> Iterator[EpiloguePlan]:
+    """The sums of a linear's output and something of its shape."""
+    for linear in finder.consumers:
+        calls = finder.recording.calls(linear)
+        if calls and linear not in producers and _is_free(finder, linear) and all(_is_added(finder, c) for c in calls):
+            yield EpiloguePlan(linear=linear, gemm="fprop", steps=PLAIN, consumers=("a residual",), text="a residual")
+
+
+def _is_added(finder: EdgeFinder, call: Node) -> bool:
+    """Whether what follows a linear's call is an addition, of its output alone and of something made before it.
+
+    Then deferring the call changes neither the order of random numbers nor, in backward, that in which gradients of one
+    value are summed; the latter only where the linear does not read what is added, too.
+    """
+    nodes, overwritten = finder.recording.nodes, finder.recording.overwritten
+    at = next(i for i, node in enumerate(nodes) if node is call)
+    if len(call.outputs) != 1 or at + 1 == len(nodes) or finder.readers(call.outputs[0]) != [nodes[at + 1]]:
+        return False
+    reader = nodes[at + 1]
+    if reader.kind != "function" or reader.name not in _SUMS or reader.options or len(set(reader.inputs)) != 2:
+        return False
+    size, dims = {math.prod(shape) for shape in (*reader.shapes, *call.shapes)}, {*reader.last_dims}
+    if len(size) != 1 or len(dims) != 1 or set(call.inputs) & set(reader.inputs):
+        return False
+    return not overwritten.intersection((*call.inputs, *reader.inputs)) and not finder.obstacle(call, reader)
 
 
 def _dact(finder: EdgeFinder, edge: EdgePlan, choice: Choice) -> list[EpiloguePlan]:

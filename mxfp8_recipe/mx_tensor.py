@@ -38,6 +38,7 @@ class Edge:
         head_dim: features of a head, where heads matter.
         steps: text of the epilogue that the producer's GEMM has on this edge; `""` for none.
         then: the edge of the module that goes on with the producer's output, where that is one.
+        residual: the producer's output is added to a residual, and computed when that happens.
     """
 
     producer: str
@@ -50,6 +51,7 @@ class Edge:
     head_dim: int = 0
     steps: str = ""
     then: Edge | None = None
+    residual: bool = False
 
     @property
     def in_epilogue(self) -> bool:
@@ -132,13 +134,17 @@ class Traveling:
         self.edge.unfuse(reader)
         if self.settled is None:
             nominal = self.nominal  # the next reader may be in grad mode though this one is not
-            with torch.inference_mode(nominal.is_inference()), torch.set_grad_enabled(nominal.requires_grad):
+            with torch.inference_mode(nominal.is_inference()), torch.set_grad_enabled(self.requires_grad):
                 object.__setattr__(self, "settled", self.materialize())
         assert self.settled is not None
         return self.settled
 
     def after(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """This value after the torch function `name`, if it can travel on; else None."""
+        return None
+
+    def plus(self, other: Any) -> Tensor | None:
+        """The sum with `other`, if this value knows how to add; else None."""
         return None
 
     @property
@@ -315,7 +321,7 @@ class MXTensor(Traveling):
         return self.carrier if self.has_high else super().high(reader)
 
     def after(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        return _RESHAPES[name](self, *args, **kwargs) if name in _RESHAPES else None
+        return RESHAPES[name](self, *args, **kwargs) if name in RESHAPES else None
 
     def reshaped(self, carrier: Tensor) -> MXTensor:
         return replace(self, carrier=carrier)
@@ -369,8 +375,8 @@ class Pending(Traveling):
         return self.x if self.kind == "identity" else super().high(reader)
 
     def after(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        if name in _RESHAPES:
-            return _RESHAPES[name](self, *args, **kwargs)
+        if name in RESHAPES:
+            return RESHAPES[name](self, *args, **kwargs)
         if name == "chunk":
             return _chunk(self, *args, **kwargs)
         kind = _activation_kind(name, args, kwargs)
@@ -404,6 +410,8 @@ def _continue(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
     name = getattr(func, "__name__", "")
     if name in ("mul", "__mul__", "__rmul__") and len(args) == 2 and not kwargs:
         return _product(*args)
+    if name in ("add", "__add__", "__radd__") and len(args) == 2 and not kwargs:
+        return _sum(*args)
     first, rest = (args[0], args[1:]) if args else (kwargs.get("input"), ())
     if not isinstance(first, Traveling) or first.settled is not None:
         return None
@@ -429,6 +437,15 @@ def _product(left: Any, right: Any) -> Any:
             product = this.gating(other)
             if product is not None:
                 return product
+    return None
+
+
+def _sum(left: Any, right: Any) -> Any:
+    for this, other in ((left, right), (right, left)):
+        if isinstance(this, Traveling) and this.settled is None:
+            total = this.plus(other)
+            if total is not None:
+                return total
     return None
 
 
@@ -488,7 +505,7 @@ def _dropout(value: Any, p: float = 0.5, training: bool = True, inplace: bool = 
     return value if not training or p == 0.0 else None
 
 
-_RESHAPES: dict[str, Callable[..., Any]] = {
+RESHAPES: dict[str, Callable[..., Any]] = {
     "view": _view,
     "reshape": _view,
     "view_as": _view_as,

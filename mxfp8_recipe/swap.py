@@ -68,7 +68,7 @@ def connect(model: nn.Module, plan: Plan, strict: bool) -> None:
         _add_epilogue(epilogue, modules, plan.recipe.fuse, strict)
     model.__dict__[PLAN] = plan
     drop_hook(model._forward_hooks, _settle)
-    if any(edge.fused for edge in plan.edges):
+    if plan.epilogues or any(edge.fused for edge in plan.edges):
         model.register_forward_hook(_settle)
 
 
@@ -78,12 +78,13 @@ def _add_epilogue(epilogue: EpiloguePlan, modules: dict[str, nn.Module], fuse: b
     linear.__dict__["mxfp8_config"] = replace(linear.mxfp8_config, **{f"{epilogue.gemm}_steps": True})  # pyright: ignore[reportArgumentType, reportCallIssue]
     if epilogue.gemm == "dgrad":
         return
-    edge: Edge = modules[epilogue.edge].__dict__[_EDGE]
     if epilogue.edge == epilogue.linear:
-        edge.steps = epilogue.steps
-    else:
-        own = Edge(epilogue.linear, epilogue.consumers, fuse, strict, steps=epilogue.steps, then=edge)
-        linear.__dict__[_EDGE] = own
+        linear.__dict__[_EDGE].steps = epilogue.steps
+        return
+    then = modules[epilogue.edge].__dict__[_EDGE] if epilogue.edge else None
+    linear.__dict__[_EDGE] = Edge(
+        epilogue.linear, epilogue.consumers, fuse, strict, steps=epilogue.steps, then=then, residual=then is None
+    )
 
 
 def take_back(model: nn.Module) -> int:
@@ -149,7 +150,7 @@ def demote(model: nn.Module, fqn: str, reason: str) -> None:
         plan,
         layers=tuple(plain if la is layer else la for la in plan.layers),
         edges=edges,
-        epilogues=tuple(e for e in plan.epilogues if layer.fqn not in (e.linear, e.edge, *e.consumers)),
+        epilogues=tuple(e for e in plan.epilogues if layer.fqn not in (e.linear, e.edge or None, *e.consumers)),
         overrides={**plan.overrides, layer.fqn: BF16},
         demoted={**plan.demoted, layer.fqn: reason},
     )

@@ -31,7 +31,7 @@ LAYERS = (
         "probe",
     ),
     ("modules",),
-    ("functional", "mx_tensor", "mx_heads", "mx_ready"),
+    ("functional", "mx_tensor", "mx_heads", "mx_ready", "mx_addend"),
     ("autograd",),
     ("backends",),
     ("recipe_files",),

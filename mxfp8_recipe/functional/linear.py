@@ -70,7 +70,7 @@ def multiply(
 ) -> Any:
     """The linear itself; with steps in its epilogue what `EpilogueLinearFunction` returns."""
     dtype = compute_dtype(input)
-    _check_linear(input, weight, bias, dtype)
+    check_linear(input, weight, bias, dtype)
     weight = cast(weight, dtype)
     if not torch.is_grad_enabled():
         weight = weight.detach()  # a Function sees requires_grad alone, and would quantize the input for wgrad
@@ -114,7 +114,8 @@ def _fits(input: MXTensor, dtype: torch.dtype, config: LinearConfig, weight: Ten
     return colwise in ("", input.colwise) if config.wgrad[1] else input.has_high
 
 
-def _check_linear(input: Tensor | Traveling, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+def check_linear(input: Tensor | Traveling, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+    """Raise what `F.linear` would raise for these, and TypeError for a compute dtype that no kernel has."""
     if input.dim() == 0 or weight.dim() != 2 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"mxfp8_linear: got input {tuple(input.shape)} and weight {tuple(weight.shape)}, expected "
@@ -153,7 +154,7 @@ def mxfp8_projection(
     dtype = compute_dtype(input)
     if not edge.fused or input.dim() != 3 or config.stochastic:
         return None
-    _check_linear(input, weight, bias, dtype)
+    check_linear(input, weight, bias, dtype)
     given_weight = weight
     weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     given: tuple[Tensor | None, ...] = (None, None, None, None)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..autograd import HeadsSpec, LinearConfig
 from ..config import LinearPrecision
-from ..functional import mxfp8_activated_linear, mxfp8_linear, mxfp8_projection, pending
+from ..functional import mxfp8_activated_linear, mxfp8_addend, mxfp8_linear, mxfp8_projection, pending
 from ..mx_tensor import Edge, Traveling, edge_of, has_backward_hooks
 from .swapped import describe_config
 
@@ -64,15 +64,16 @@ def _run(module: Any, input: Any, weight: Tensor, bias: Tensor | None) -> Any:
     if edge is not None and _is_watched(module, edge):
         edge = None
     if edge is not None and edge.in_epilogue and not _counts_no_writes():
-        return mxfp8_activated_linear(input, weight, bias, config=module.mxfp8_config, edge=edge, owner=module)
-    if edge is not None and edge.then is not None:
+        with_steps = mxfp8_addend if edge.residual else mxfp8_activated_linear
+        return with_steps(input, weight, bias, config=module.mxfp8_config, edge=edge, owner=module)
+    if edge is not None and (edge.then is not None or edge.residual):
         edge = None
     return pending(mxfp8_linear(input, weight, bias, config=module.mxfp8_config, owner=module), edge)
 
 
 def _is_watched(module: Any, edge: Edge) -> bool:
-    """Whether a forward hook gets the output, which on an edge to a module would else be a tensor; that ends it."""
-    if edge.then is None or not module._forward_hooks:
+    """Whether a forward hook gets the output, which off an edge would be a tensor; that ends the edge."""
+    if (edge.then is None and not edge.residual) or not module._forward_hooks:
         return False
     edge.close(f"a forward hook of {edge.producer or '(root)'}")
     return True
