@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -286,3 +288,34 @@ def test_a_monitor_sees_probabilities_and_their_gradient() -> None:
     for name, (signal, error) in noise.items():
         expected = 10 * torch.tensor(signal / error).log10().item()
         assert layer.tensors[name].sqnr_db == pytest.approx(expected, abs=0.01)
+
+
+DOCS = (Path(__file__).parent.parent / "docs" / "jagged.md").read_text()
+
+
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL), ids=["layers", "functions"])
+def test_the_page_s_examples_run(block: str) -> None:
+    exec(compile(block, "docs/jagged.md", "exec"), {})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["self", "cross"])
+def test_on_a_gpu_projections_are_mxfp8_and_attention_agrees_with_the_reference(name: str, dtype: torch.dtype) -> None:
+    """Unconverted against the CPU in fp32, then converted: attention stays in BF16 and training moves every weight."""
+    layer, call = layers()[name]
+    expected = call(layer, events(), OFFSETS)
+    layer, offsets = layer.to("cuda", dtype), OFFSETS.cuda()
+    candidates = torch.randn(5, 2, 64, generator=torch.Generator().manual_seed(2)).to("cuda", dtype)
+
+    def run() -> Tensor:
+        x = events().to("cuda", dtype)
+        return layer(x, offsets, 40) if name == "self" else layer(candidates, x, None, offsets, None, 40)
+
+    assert sqnr_db(run().cpu(), expected) > (35 if dtype is torch.bfloat16 else 60)
+    report = apply_recipe(layer, load_recipe("mxfp8").model_copy(update={"gpu_min_features": 0}))
+    rows = {la.fqn: la for la in report.layers}
+    assert "no MXFP8 kernel of jagged attention" in rows["core"].reason
+    assert rows["out"].new_type == "MXFP8Linear"
+    run().square().sum().backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) and bool(p.grad.any()) for p in layer.parameters())
