@@ -109,17 +109,21 @@ class Tape:
     Slots are numbered: the inputs, then what is allocated for outputs, then the workspace that holds the rest.
 
     Attributes:
-        made: shape, dtype of each allocated output. workspace: bytes of everything else.
+        made: of each allocated output the shape and dtype, and columns where it is those of padded rows, else 0.
+        workspace: bytes of everything else.
         outputs: the slot of each output, None for None.
     """
 
-    made: tuple[tuple[torch.Size, torch.dtype], ...]
+    made: tuple[tuple[torch.Size, torch.dtype, int], ...]
     workspace: int
     outputs: tuple[int | None, ...]
     launches: tuple[Launch, ...]
 
     def play(self, inputs: Sequence[Tensor | None], device: torch.device) -> tuple[Tensor | None, ...]:
-        tensors = [*inputs, *[torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.made]]
+        tensors = [*inputs, *[torch.empty(shape, dtype=dtype, device=device) for shape, dtype, _ in self.made]]
+        for i, (_, _, columns) in enumerate(self.made, len(inputs)):
+            if columns:
+                tensors[i] = tensors[i][:, :columns]
         if self.workspace:
             tensors.append(torch.empty(self.workspace, dtype=torch.uint8, device=device))
         base = [0 if t is None else t.data_ptr() for t in tensors]
@@ -204,13 +208,13 @@ def _tape(inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...],
     for out in outputs:
         if out is None or id(out) in ids:
             continue
-        whole = [t for t in seen.allocated if t is out or (t.data_ptr() == out.data_ptr() and t.shape == out.shape)]
-        if not whole or whole[0].dtype != out.dtype or not out.is_contiguous():
+        output = _output(out, seen)
+        if output is None:
             return None
         ids[id(out)] = len(inputs) + len(made)
         if out.numel():
             slots[out.untyped_storage().data_ptr()] = ids[id(out)], out.data_ptr()
-        made.append((out.shape, out.dtype))
+        made.append(output)
     size, last = 0, len(inputs) + len(made)
     for t in seen.allocated:
         if t.numel() and t.untyped_storage().data_ptr() not in slots:
@@ -220,6 +224,18 @@ def _tape(inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...],
     if any(launch is None for launch in launches):
         return None
     return Tape(tuple(made), size, tuple(None if t is None else ids[id(t)] for t in outputs), tuple(launches))  # pyright: ignore[reportArgumentType]
+
+
+def _output(out: Tensor, seen: Record) -> tuple[torch.Size, torch.dtype, int] | None:
+    """What was allocated for an output, as `Tape.made` has it; None for anything but a whole or the start of rows."""
+    for t in seen.allocated:
+        same = t is out or (t.data_ptr() == out.data_ptr() and t.dtype == out.dtype)
+        if same and t.shape == out.shape and out.is_contiguous():
+            return t.shape, t.dtype, 0
+        padded = same and t.is_contiguous() and t.dim() == out.dim() == 2 and t.stride() == out.stride()
+        if padded and t.shape[0] == out.shape[0] and 0 < out.shape[1] < t.shape[1]:
+            return t.shape, t.dtype, out.shape[1]
+    return None
 
 
 def _launch(

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from . import backends
 from .api import apply_recipe
-from .backends.table import CORE_OPS, PLAIN, Kernel, layout
+from .backends.table import CORE_OPS, Kernel, layout
 from .config import BF16, LinearPrecision
 from .fused import reference, reference_ops
 from .fused.spec import QuantSpec
@@ -60,8 +60,9 @@ class Place:
     @property
     def layout(self) -> dict[str, Any]:
         """Keyword arguments that make the reference lay its outputs out alike."""
-        laid = PLAIN if self.backend == INTERPRETER else layout(self.backend, torch.device(self.device))
-        return {"swizzled": laid.swizzled, "pad_tokens": laid.pad_tokens}
+        backend = "triton" if self.backend == INTERPRETER else self.backend
+        laid = layout(backend, torch.device(self.device))
+        return {"swizzled": laid.swizzled, "pad_tokens": laid.room}
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,24 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fused import activation_quantize, norm_backward, norm_quantize, quantize, reference_ops
 from fused.spec import TILES, QuantSpec
+from mxfp8_recipe import backends
+from mxfp8_recipe.backends import table
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NATURAL = QuantSpec()
 HOPPER = QuantSpec(tile=(1, 128))
 SQUARE = QuantSpec(tile=(32, 32))
+KERNELS = {key: kernel for key, kernel in table._TABLE.items() if isinstance(kernel, table.Kernel)}
 
 
 @contextmanager
@@ -275,7 +282,68 @@ def activation_checks(device: str) -> Iterator[Callable[[], None]]:
         yield check(8192, 2048, "swiglu", BF16, SQUARE, packed=True)
 
 
-CHECKS = {"quantize": quantize_checks, "norm": norm_checks, "activation": activation_checks}
+def check_rows(op: str, tokens: int, device: str, *before: Any, high: str, groups: tuple[int, ...]) -> None:
+    """An op gives a GEMM transposed rows that start on 16 bytes, with the bits and shapes of rows that do not.
+
+    `before`: the op's arguments up to its specs. `high`: those between. `groups`: where its outputs have quantizations.
+    """
+    backend = "triton" if device == "cpu" else backends.select(torch.device(device))
+    spec = HOPPER.encode()
+    text = {"": (spec, spec), "high": (spec, spec, False), "both": (spec, spec, spec, False, False)}[high]
+    rest = (None, 0, 0, backend) if high == "both" else (None, 0, backend)
+    arguments = (*before, *text, *rest)
+    with poisoned():
+        found = getattr(backends, op)(*arguments)
+    with mock.patch.dict(table._TABLE, {key: replace(k, options=()) for key, k in KERNELS.items()}):
+        table.resolve.cache_clear()
+        with mock.patch.object(table, "LAYOUTS", {}):
+            table.layout.cache_clear()
+            exact = getattr(backends, op)(*arguments)
+    table.resolve.cache_clear()
+    table.layout.cache_clear()
+    for i, (a, b) in enumerate(zip(found, exact)):
+        assert a.shape == b.shape, f"{op}, {tokens} tokens: output {i} has shape {tuple(a.shape)}, not {tuple(b.shape)}"
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), f"{op}, {tokens} tokens: output {i} differs"
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = getattr(backends, op)(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments))
+    assert [f.stride() for f in fakes if f.numel()] == [a.stride() for a in found if a.numel()], op
+    for start in groups:
+        transposed = found[start + 2]
+        if tokens:
+            assert transposed.stride(0) == -(-tokens // 16) * 16
+            whole = transposed.as_strided((len(transposed), transposed.stride(0)), transposed.stride())
+            assert not whole[:, tokens:].any(), f"{op}, {tokens} tokens: padding is not zero"
+
+
+def rows_checks(device: str) -> Iterator[Callable[[], None]]:
+    """Every op that quantizes for a GEMM over tokens, at ragged numbers of them."""
+
+    def check(op: str, tokens: int) -> Callable[[], None]:
+        def run() -> None:
+            x, grad = (torch.randn(tokens, 64, device=device).to(BF16) for _ in range(2))
+            weight = torch.rand(64, device=device)
+            before: dict[str, tuple[Any, ...]] = {
+                "quantize": (x,), "quantize_and_sum": (x,), "norm_quantize": (x, weight, weight, 1e-5, "layer", BF16),
+                "activation_quantize": (x, None, "gelu", BF16), "activation_backward": (grad, x, grad, "swiglu", BF16),
+            }  # fmt: skip
+            high, groups = {
+                "norm_quantize": ("high", (1,)), "activation_quantize": ("high", (1,)),
+                "activation_backward": ("both", (4, 8, 10)),
+            }.get(op, ("", (0,)))  # fmt: skip
+            check_rows(op, tokens, device, *before[op], high=high, groups=groups)
+
+        return run
+
+    for tokens in (0, 33, 48):
+        for op in ("quantize", "quantize_and_sum", "norm_quantize", "activation_quantize", "activation_backward"):
+            yield check(op, tokens)
+    yield check("quantize", 130)
+    if device == "cuda":
+        yield check("quantize", 8191)
+        yield check("norm_quantize", 8191)
+
+
+CHECKS = {"quantize": quantize_checks, "norm": norm_checks, "activation": activation_checks, "rows": rows_checks}
 
 
 def run(group: str, device: str, share: int = 0, shares: int = 1) -> None:

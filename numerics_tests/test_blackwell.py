@@ -90,7 +90,7 @@ def on_blackwell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The CPU passes for a Blackwell GPU: its table, its layouts, and plain torch in place of the Triton kernels."""
     rows = dict(table._TABLE)
     for op, backend in list(rows):
-        if backend == "blackwell" and op not in ("gemm", "matmul"):
+        if backend == "blackwell" and op in table._MEMORY_BOUND:
             kernel = rows[op, backend]
             assert isinstance(kernel, table.Kernel)
             rows[op, backend] = partial(getattr(reference_ops, kernel.name), **dict(kernel.options))

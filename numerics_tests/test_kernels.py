@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKS = ROOT / "numerics_tests" / "kernel_checks.py"
-SHARES = {"quantize": 2, "norm": 2, "activation": 1}
+SHARES = {"quantize": 2, "norm": 2, "activation": 1, "rows": 1}
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 

@@ -83,6 +83,22 @@ def test_a_replay_launches_the_same_with_new_addresses() -> None:
         assert (address(into), half) == ((out.data_ptr(), 32), 2.5)
 
 
+def test_an_output_may_be_the_start_of_padded_rows() -> None:
+    def padded(x: Tensor) -> tuple[Tensor | None, ...]:
+        whole = torch.empty(6, 16, dtype=torch.uint8)
+        launch(whole, x)
+        return whole[:, :9], x
+
+    call = Replayed(padded)
+    for _ in range(2):
+        x = torch.zeros(4)
+        out, _ = call((x,), ())
+        assert out is not None
+        assert (out.shape, out.stride(), out.dtype) == ((6, 9), (16, 1), torch.uint8)
+        assert out.untyped_storage().nbytes() == 6 * 16
+    assert [((2, 1, 1), out.data_ptr(), x.data_ptr())] == LAUNCHES
+
+
 def test_other_shapes_constants_and_alignments_are_recorded_anew() -> None:
     call = Replayed(two_launches)
     x, weight = torch.zeros(4, 8), torch.zeros(3)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..fused.spec import QuantSpec
-from .library import decode, define, fake_quantized
+from .library import decode, define, fake_quantized, without_padding
 from .table import layout, resolve
 
 
@@ -24,13 +24,16 @@ def operand(spec: str) -> tuple[torch.dtype, tuple[int, int]]:
 def _quantize(
     x: Tensor, rowwise: str, colwise: str, seed: Tensor | None, stream: int, backend: str
 ) -> tuple[Tensor, ...]:
-    return resolve("quantize", backend, x.device)(x, decode(rowwise), decode(colwise), seed=seed, stream=stream)
+    run = resolve("quantize", backend, x.device)
+    quantized = run(x, decode(rowwise), decode(colwise), seed=seed, stream=stream)
+    return without_padding(quantized, x.shape[0], layout(backend, x.device))
 
 
 def _quantize_fake(
     x: Tensor, rowwise: str, colwise: str, seed: Tensor | None, stream: int, backend: str
 ) -> tuple[Tensor, ...]:
-    return fake_quantized(x, rowwise, colwise, layout=layout(backend, x.device))
+    laid = layout(backend, x.device)
+    return fake_quantized(x, rowwise, colwise, layout=laid, row_bytes=laid.row_bytes)
 
 
 quantize = define(
@@ -45,13 +48,15 @@ def _quantize_and_sum(
     x: Tensor, rowwise: str, colwise: str, seed: Tensor | None, stream: int, backend: str
 ) -> tuple[Tensor, ...]:
     run = resolve("quantize_and_sum", backend, x.device)
-    return run(x, decode(rowwise), decode(colwise), seed=seed, stream=stream)
+    *quantized, total = run(x, decode(rowwise), decode(colwise), seed=seed, stream=stream)
+    return *without_padding(quantized, x.shape[0], layout(backend, x.device)), total
 
 
 def _quantize_and_sum_fake(
     x: Tensor, rowwise: str, colwise: str, seed: Tensor | None, stream: int, backend: str
 ) -> tuple[Tensor, ...]:
-    quantized = fake_quantized(x, rowwise, colwise, layout=layout(backend, x.device))
+    laid = layout(backend, x.device)
+    quantized = fake_quantized(x, rowwise, colwise, layout=laid, row_bytes=laid.row_bytes)
     return *quantized, x.new_empty(x.shape[1], dtype=torch.float32)
 
 

@@ -7,7 +7,7 @@ output nobody asked for is an empty (0,) tensor. Specs cross encoded, `""` for n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -67,10 +67,28 @@ def decode(text: str) -> QuantSpec | None:
     return QuantSpec.decode(text) if text else None
 
 
+def without_padding(quantized: Sequence[Tensor], tokens: int, layout: Layout) -> tuple[Tensor, ...]:
+    """`(qdata, scale, qdata_t, scale_t)` as a kernel gave them, with `qdata_t` the (cols, tokens) part of its rows."""
+    qdata, scale, qdata_t, scale_t = quantized
+    if layout.row_bytes > 1 and qdata_t.dim() == 2 and qdata_t.shape[1] > tokens:
+        qdata_t = qdata_t[:, :tokens]
+    return qdata, scale, qdata_t, scale_t
+
+
 def fake_quantized(
-    x: Tensor, rowwise: str, colwise: str, rows: Any = None, cols: Any = None, layout: Layout = PLAIN
+    x: Tensor,
+    rowwise: str,
+    colwise: str,
+    rows: Any = None,
+    cols: Any = None,
+    layout: Layout = PLAIN,
+    *,
+    row_bytes: int = 1,
 ) -> tuple[Tensor, ...]:
-    """Shapes of `(qdata, scale, qdata_t, scale_t)` of a (rows, cols) matrix, by default that of `x`."""
+    """Shapes of `(qdata, scale, qdata_t, scale_t)` of a (rows, cols) matrix, by default that of `x`.
+
+    `row_bytes`: the layout's, for an op whose outputs are `without_padding`.
+    """
     rows, cols = x.shape[0] if rows is None else rows, x.shape[1] if cols is None else cols
 
     def orientation(wanted: str, outer: Any, along: Any) -> tuple[Tensor, Tensor]:
@@ -81,4 +99,7 @@ def fake_quantized(
         return x.new_empty(outer, along, dtype=torch.uint8), x.new_empty(shape, dtype=torch.uint8)
 
     tokens = -(-rows // layout.pad_tokens) * layout.pad_tokens
-    return (*orientation(rowwise, rows, cols), *orientation(colwise, cols, tokens))
+    *whole, qdata_t, scale_t = (*orientation(rowwise, rows, cols), *orientation(colwise, cols, tokens))
+    if colwise and row_bytes > 1:
+        qdata_t = x.new_empty_strided((cols, tokens), (-(-tokens // row_bytes) * row_bytes, 1), dtype=torch.uint8)
+    return (*whole, qdata_t, scale_t)

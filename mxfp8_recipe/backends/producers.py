@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..fused.spec import Rounding
-from .library import decode, define, fake_quantized
+from .library import decode, define, fake_quantized, without_padding
 from .table import layout, resolve
 
 
@@ -31,7 +31,7 @@ def _norm_quantize(
     run = resolve("norm_quantize", backend, x.device)
     specs = decode(rowwise), decode(colwise)
     y, _, *rest = run(x, None, weight, bias, eps, kind, out_dtype, *specs, emit_high, seed=seed, stream=stream)
-    return y.contiguous(), *rest
+    return y.contiguous(), *without_padding(rest[:4], x.shape[0], layout(backend, x.device)), *rest[4:]
 
 
 def _norm_quantize_fake(
@@ -50,7 +50,8 @@ def _norm_quantize_fake(
 ) -> tuple[Tensor, ...]:
     y = x.new_empty(x.shape, dtype=out_dtype) if emit_high else _none(x, out_dtype)
     mean = x.new_empty(x.shape[0] if kind == "layer" else 0, dtype=torch.float32)
-    quantized = fake_quantized(x, rowwise, colwise, layout=layout(backend, x.device))
+    laid = layout(backend, x.device)
+    quantized = fake_quantized(x, rowwise, colwise, layout=laid, row_bytes=laid.row_bytes)
     return y, *quantized, mean, x.new_empty(x.shape[0], dtype=torch.float32)
 
 
@@ -116,7 +117,7 @@ def _activation_quantize(
     run = resolve("activation_quantize", backend, x.device)
     specs = decode(rowwise), decode(colwise)
     y, *quantized = run(x, gate, kind, out_dtype, *specs, emit_high, seed=seed, stream=stream)
-    return y.contiguous(), *quantized
+    return y.contiguous(), *without_padding(quantized, x.shape[0], layout(backend, x.device))
 
 
 def _activation_quantize_fake(
@@ -132,7 +133,8 @@ def _activation_quantize_fake(
     backend: str,
 ) -> tuple[Tensor, ...]:
     y = x.new_empty(x.shape, dtype=out_dtype) if emit_high else _none(x, out_dtype)
-    return y, *fake_quantized(x, rowwise, colwise, layout=layout(backend, x.device))
+    laid = layout(backend, x.device)
+    return y, *fake_quantized(x, rowwise, colwise, layout=laid, row_bytes=laid.row_bytes)
 
 
 activation_quantize = define(
@@ -170,7 +172,11 @@ def _activation_backward(
     if rounded_alone:
         forward = resolve("activation_quantize", backend, x.device)
         act = forward(x, gate, kind, out_dtype, None, act_spec, False, seed=seed, stream=act_stream)[3:]
-    return out[0].contiguous(), out[1].contiguous(), *out[2:12], *act
+    laid, none = layout(backend, x.device), _none(x, torch.uint8)
+    of_x, of_gate, (_, _, *act) = (
+        without_padding(one, x.shape[0], laid) for one in (out[4:8], out[8:12], (none, none, *act))
+    )
+    return out[0].contiguous(), out[1].contiguous(), *out[2:4], *of_x, *of_gate, *act
 
 
 def _activation_backward_fake(
@@ -192,8 +198,10 @@ def _activation_backward_fake(
     dx = x.new_empty(x.shape) if emit_high else _none(x, x.dtype)
     dgate = x.new_empty(x.shape) if emit_high and gate is not None else _none(x, x.dtype)
     laid = layout(backend, x.device)
-    of_x, act = fake_quantized(x, rowwise, colwise, layout=laid), fake_quantized(x, "", act_colwise, layout=laid)
-    of_gate = fake_quantized(x, *(("", "") if gate is None else (rowwise, colwise)), layout=laid)
+    of_x, of_gate, act = (
+        fake_quantized(x, row, col, layout=laid, row_bytes=laid.row_bytes)
+        for row, col in ((rowwise, colwise), ("", "") if gate is None else (rowwise, colwise), ("", act_colwise))
+    )
     sums = [
         x.new_empty(x.shape[1] if bias and present else 0, dtype=torch.float32) for present in (True, gate is not None)
     ]

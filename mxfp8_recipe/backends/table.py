@@ -52,15 +52,31 @@ class Layout:
     Attributes:
         swizzled: scales come 1-D in the 128x4 layout of `fused.scale_layout`, padding zeroed.
         pad_tokens: tokens of `qdata_t` and `scale_t` are rounded up to a multiple of this, zero past the last.
+        row_bytes: rows of `qdata_t` start on multiples of this; only its strides show it.
     """
 
     swizzled: bool = False
     pad_tokens: int = 1
+    row_bytes: int = 1
+
+    @property
+    def has_plain_shapes(self) -> bool:
+        """Whether every output has the shape it has on the reference backend."""
+        return not self.swizzled and self.pad_tokens == 1
+
+    @property
+    def room(self) -> int:
+        """Tokens of `qdata_t` that there is room for, as a multiple."""
+        return max(self.pad_tokens, self.row_bytes)
 
 
 PLAIN = Layout()
-LAYOUTS = {"blackwell": Layout(swizzled=True, pad_tokens=32)}
-"""Where it is not `PLAIN`."""
+LAYOUTS = {
+    "blackwell": Layout(swizzled=True, pad_tokens=32),
+    "hopper": Layout(row_bytes=16),  # TMA reads rows that start on 16 bytes, and stores of 16 are the fast ones
+    "triton": Layout(row_bytes=16),
+}
+"""Where it is not `PLAIN`, for the ops of `_MEMORY_BOUND`."""
 
 
 _MEMORY_BOUND: dict[str, Kernel] = {
@@ -110,10 +126,9 @@ _TABLE: dict[tuple[str, str], Callable[..., Any] | Kernel] = {
     ("gemm", "hopper"): Kernel("gemm.hopper", "gemm"),
     ("gemm", "blackwell"): Kernel("gemm.blackwell", "gemm"),
     ("gemm", "triton"): Kernel("gemm.portable", "gemm"),
-    **{(op, backend): kernel for op, kernel in _MEMORY_BOUND.items() for backend in ("triton", "hopper")},
     **{(op, backend): kernel for op, kernel in _JAGGED.items() for backend in ("triton", "hopper", "blackwell")},
     **{
-        (op, backend): replace(kernel, options=(("swizzled", laid.swizzled), ("pad_tokens", laid.pad_tokens)))
+        (op, backend): replace(kernel, options=(("swizzled", laid.swizzled), ("pad_tokens", laid.room)))
         for op, kernel in _MEMORY_BOUND.items()
         for backend, laid in LAYOUTS.items()
     },
@@ -206,7 +221,7 @@ def layout(backend: str, device: torch.device) -> Layout:
 
 def plain(device: torch.device) -> str:
     """A backend for `device` whose scales are (rows, blocks), for a reader that is no GEMM: same bytes."""
-    return "triton" if layout("auto", device) != PLAIN else "auto"
+    return "auto" if layout("auto", device).has_plain_shapes else "triton"
 
 
 def has(op: str, backend: str) -> bool:
