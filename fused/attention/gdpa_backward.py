@@ -4,14 +4,15 @@
     dQ = pre_scale * dS K      dK = pre_scale * dS^T Q      dV = post_scale * W^T dO      dtable = sums of dS
 
 The first kernel keeps a tile of queries and its dO, and walks over their keys; the second keeps a tile of keys and
-walks over the queries that see them, of every head that shares the keys. No statistics of a row pass between forward
+walks over the queries that see them. No statistics of a row pass between forward
 and backward, nor between the two: both read Q, K, V and dO and nothing else. Each sum lives in registers and has one
 order: no atomics in floating point, the same bits every time, for two products more than one kernel that adds up dQ
 in memory. Scales are applied once, to the sums.
 
 A row of dO or V that is filled with zeros makes dS and its part of dV zero, so short samples need no mask.
 
-`broadcast_q`: every sample has its own dQ in fp32, and one sum over samples in a fixed order makes them one.
+Where query heads share a key head, each has its own dK and dV in fp32, and with `broadcast_q` each sample its own dQ;
+one sum in a fixed order makes them one.
 """
 
 from __future__ import annotations
@@ -181,25 +182,24 @@ def dkdv_step(
     return dk, dv
 
 
-@kernel(do_not_specialize=["H", "QS8", "KS8", "VS8", "GS8", "skipped", "window", "P", "N"])
+@kernel(do_not_specialize=[*SCALARS, "GS8", "skipped"])
 def gdpa_dkdv_kernel(
     q_desc, k_desc, v_desc, do_desc, q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, schedule_ptr, skipped,
-    position_ptr, time_ptr, q_times_ptr, k_times_ptr, bounds_ptr, H, QS8, KS8, VS8, GS8, scale, dk_scale, dv_scale,
-    window, P, N,
+    position_ptr, time_ptr, q_times_ptr, k_times_ptr, bounds_ptr, H, GROUP, QS8, KS8, VS8, GS8, scale, dk_scale,
+    dv_scale, window, P, N,
     KIND: tl.constexpr, BROADCAST: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITION: tl.constexpr,
-    TIME: tl.constexpr, STEPS: tl.constexpr, FOLD: tl.constexpr, GROUP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr, D: tl.constexpr, E: tl.constexpr, TMA: tl.constexpr,
-    STAGES: tl.constexpr, PERSISTENT: tl.constexpr,
+    TIME: tl.constexpr, STEPS: tl.constexpr, FOLD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """Of all tiles of keys: dK and dV, over blocks of BN queries; their list begins after `skipped` rows."""
-    heads = H // GROUP
-    units = tl.load(schedule_ptr + 1) * (heads * SUB)
+    """Of all tiles of keys: what each query head adds to dK and dV; their list begins after `skipped` rows."""
+    units = tl.load(schedule_ptr + 1) * (H * SUB)
     for turn in range(turns_of(units, PERSISTENT)):
         rank = deal(turn)
         if rank < units:
-            first, q0, Lq, k0, Lk, _ = read_entry(schedule_ptr, skipped + rank // (heads * SUB))
-            first += rank % (heads * SUB) // heads * BM
-            shared = rank % heads
+            first, q0, Lq, k0, Lk, _ = read_entry(schedule_ptr, skipped + rank // (H * SUB))
+            first += rank % (H * SUB) // H * BM
+            head = rank % H
+            shared = head // GROUP
             shift = Lk - Lq
             own = q0 * 0 if BROADCAST else q0
             if TMA:
@@ -216,35 +216,33 @@ def gdpa_dkdv_kernel(
             dv = tl.zeros((BM, E), tl.float32)
             last = tl.minimum(first + BM, Lk)
             lo, hi = queries_seeing(first, last, shift, Lq, window, CAUSAL, WINDOW)
-            for member in range(GROUP):
-                head = shared * GROUP + member
-                if Lq >= BN:
-                    for block in tl.range(lo // BN, tl.cdiv(tl.maximum(hi, 0), BN), num_stages=STAGES):
-                        start = block_start(block, Lq, BN)
-                        q = load_rows(q_desc, q_ptr, own + start, QS8, head, BN, D, TMA)
-                        do = load_rows(do_desc, do_ptr, q0 + start, GS8, head, BN, E, TMA)
-                        masked = start < block * BN
-                        if CAUSAL or WINDOW:
-                            masked |= not all_visible(start, start + BN, first, last, shift, window, CAUSAL, WINDOW)
-                        dk, dv = dkdv_step(
-                            dk, dv, q, do, k, v, start + shift + tl.arange(0, BN), s, block * BN + shift, k_time,
-                            q_times_ptr, q0, Lq, Lk, masked, scale, window, position_ptr, time_ptr, bounds_ptr, head, H,
-                            P, N, KIND, CAUSAL, WINDOW, POSITION, TIME, STEPS, FOLD,
-                        )  # fmt: skip
-                else:
-                    for start in tl.range(lo // SHORT * SHORT, hi, SHORT, num_stages=1):
-                        q = load_some_rows(q_ptr, own + start, Lq - start, QS8, head, SHORT, D)
-                        do = load_some_rows(do_ptr, q0 + start, Lq - start, GS8, head, SHORT, E)
-                        dk, dv = dkdv_step(
-                            dk, dv, q, do, k, v, start + shift + tl.arange(0, SHORT), s, shift, k_time, q_times_ptr, q0,
-                            Lq, Lk, CAUSAL or WINDOW, scale, window, position_ptr, time_ptr, bounds_ptr, head, H, P, N,
-                            KIND, CAUSAL, WINDOW, POSITION, TIME, STEPS, FOLD,
-                        )  # fmt: skip
+            if Lq >= BN:
+                for block in tl.range(lo // BN, tl.cdiv(tl.maximum(hi, 0), BN), num_stages=STAGES):
+                    start = block_start(block, Lq, BN)
+                    q = load_rows(q_desc, q_ptr, own + start, QS8, head, BN, D, TMA)
+                    do = load_rows(do_desc, do_ptr, q0 + start, GS8, head, BN, E, TMA)
+                    masked = start < block * BN
+                    if CAUSAL or WINDOW:
+                        masked |= not all_visible(start, start + BN, first, last, shift, window, CAUSAL, WINDOW)
+                    dk, dv = dkdv_step(
+                        dk, dv, q, do, k, v, start + shift + tl.arange(0, BN), s, block * BN + shift, k_time,
+                        q_times_ptr, q0, Lq, Lk, masked, scale, window, position_ptr, time_ptr, bounds_ptr, head, H,
+                        P, N, KIND, CAUSAL, WINDOW, POSITION, TIME, STEPS, FOLD,
+                    )  # fmt: skip
+            else:
+                for start in tl.range(lo // SHORT * SHORT, hi, SHORT, num_stages=1):
+                    q = load_some_rows(q_ptr, own + start, Lq - start, QS8, head, SHORT, D)
+                    do = load_some_rows(do_ptr, q0 + start, Lq - start, GS8, head, SHORT, E)
+                    dk, dv = dkdv_step(
+                        dk, dv, q, do, k, v, start + shift + tl.arange(0, SHORT), s, shift, k_time, q_times_ptr, q0,
+                        Lq, Lk, CAUSAL or WINDOW, scale, window, position_ptr, time_ptr, bounds_ptr, head, H, P, N,
+                        KIND, CAUSAL, WINDOW, POSITION, TIME, STEPS, FOLD,
+                    )  # fmt: skip
             rank = anchored(rank)
-            first, q0, Lq, k0, Lk, _ = read_entry(schedule_ptr, skipped + rank // (heads * SUB))
-            first += rank % (heads * SUB) // heads * BM
-            store_some_rows(dv_ptr, dv * dv_scale, k0 + first, Lk - first, heads, rank % heads, BM, E)
-            store_some_rows(dk_ptr, dk * dk_scale, k0 + first, Lk - first, heads, rank % heads, BM, D)
+            first, q0, Lq, k0, Lk, _ = read_entry(schedule_ptr, skipped + rank // (H * SUB))
+            first += rank % (H * SUB) // H * BM
+            store_some_rows(dv_ptr, dv * dv_scale, k0 + first, Lk - first, H, rank % H, BM, E)
+            store_some_rows(dk_ptr, dk * dk_scale, k0 + first, Lk - first, H, rank % H, BM, D)
 
 
 def dq_config(width: int, tables: bool) -> Config:
@@ -254,18 +252,17 @@ def dq_config(width: int, tables: bool) -> Config:
     its registers.
     """
     if tables:
-        return Config(rows=64, block=32, warps=8, stages=2)
+        return Config(rows=64, block=32, warps=8, stages=1)
     return Config(rows=64, block=64 if width <= 128 else 32, warps=4, stages=2)
 
 
-def dkdv_config(width: int, plain: bool, tables: bool) -> Config:
-    """A function of width and features alone. dK, dV, S and dP of 64 keys take the registers of a warpgroup.
-
-    `plain`: neither masks nor heads that share keys, whose bookkeeping leaves room for 64 queries a step.
+def dkdv_config(width: int, masked: bool, tables: bool) -> Config:
+    """A function of width and features alone. dK, dV, S and dP of 64 keys and 64 queries take the registers of a
+    warpgroup, and masks some more.
     """
     if tables or width > 128:
         return Config(rows=64, block=32, warps=8, stages=2)
-    return Config(rows=64, block=64 if plain else 32, warps=4, stages=2)
+    return Config(rows=64, block=32 if masked else 64, warps=4, stages=2)
 
 
 def backward(
@@ -310,10 +307,9 @@ def backward(
     if bias is not None and "b" in wanted and (bias.position is not None or bias.time is not None):
         steep = 4096 if activation == "gelu_poly" else 1  # a polynomial's derivative has no bound
         tables = Tables.of(bias, grad_out, v, max_k * steep)
-    plain = not problem.masked and q.shape[1] == k.shape[1]
     configs = configs or (
         dq_config(problem.width, problem.has_bias),
-        dkdv_config(problem.width, plain, problem.has_bias),
+        dkdv_config(problem.width, problem.masked, problem.has_bias),
     )
     do = Operand.of(widened(grad_out))
     dq = _dq(problem, do, tables, configs[0], "q" in wanted, post_scale)
@@ -352,13 +348,16 @@ def _dkdv(problem: Problem, do: Operand, config: Config, wanted: str, post_scale
     nothing = q.x.new_empty(0)
     if not ("k" in wanted or "v" in wanted):
         return nothing, nothing.clone()
-    dk, dv = (torch.empty(x.x.shape, dtype=x.x.dtype, device=x.x.device) for x in (k, v))
+    dtype = torch.float32 if heads > groups else k.x.dtype
+    dk, dv = (torch.empty(len(x.x), heads, x.x.shape[2], dtype=dtype, device=x.x.device) for x in (k, v))
     if problem.entries[1]:
-        gdpa_dkdv_kernel[(config.programs(problem.entries[1], groups, q.x.device.index),)](
+        gdpa_dkdv_kernel[(config.programs(problem.entries[1], heads, q.x.device.index),)](
             q.boxes(config.block, tma), k.boxes(config.rows, tma), v.boxes(config.rows, tma),
             do.boxes(config.block, tma), q.x, k.x, v.x, do.x, dk, dv, problem.schedule, 1 + problem.entries[0],
-            *problem.bias, heads, q.stride8, k.stride8, v.stride8, do.stride8, problem.scale,
+            *problem.bias, heads, heads // groups, q.stride8, k.stride8, v.stride8, do.stride8, problem.scale,
             post_scale * problem.scale, post_scale * problem.weight_scale, problem.window or 0, *problem.sizes,
-            GROUP=heads // groups, **problem.constants, **config.launch,
+            **problem.constants, **config.launch,
         )  # fmt: skip
+    if heads > groups:
+        dk, dv = (x.unflatten(1, (groups, -1)).sum(2).to(k.x.dtype) for x in (dk, dv))
     return dk if "k" in wanted else nothing, dv if "v" in wanted else nothing
