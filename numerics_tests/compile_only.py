@@ -16,6 +16,7 @@ import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,11 +30,17 @@ from triton.experimental.gluon._runtime import GluonASTSource
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fused import activation_quantize, norm_backward, norm_quantize, quantize
+from fused.gemm import hopper, hopper_dact, hopper_epilogue
+from fused.gemm.dact import Dact
+from fused.gemm.epilogue import Epilogue, interleaved_tile
+from fused.reference_ops import GATED_KINDS, PLAIN_KINDS
 from fused.spec import QuantSpec
 
-TOLERATED_STACK = {"norm_staged_kernel": 8}
+NEW = tuple(int(part) for part in triton.__version__.split(".")[:2]) > (3, 6)
+TOLERATED_STACK = {"norm_staged_kernel": 8} | ({"gemm_epilogue_kernel": 32, "gemm_dact_kernel": 320} if NEW else {})
 """Bytes a thread. At 64 registers newer triton spills two words of the staged norm in tiles of 1 x 32; without, three
-programs fit a multiprocessor, not four."""
+programs fit a multiprocessor, not four. Newer triton also computes the addresses of an epilogue before a warpgroup's
+first tile and puts them aside: it stores nothing after that, and reads 60 words a tile of 16384 elements."""
 
 MAX_REGISTERS = 255
 MAX_SHARED = 227 * 1024
@@ -43,6 +50,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 POINTERS = {
     torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
 }  # fmt: skip
 
 
@@ -56,6 +64,11 @@ class Launch:
     signature: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, Any], ...]
     options: tuple[tuple[str, Any], ...]
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether it multiplies with wgmma, which no other GPU has."""
+        return self.kernel.startswith("gemm_")
 
 
 @dataclass(frozen=True)
@@ -98,7 +111,68 @@ def record(module: Any, name: str, call: Any) -> list[Launch]:
 def type_of(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return "*" + POINTERS[value.dtype]
+    if hasattr(value, "block_shape"):
+        block = ", ".join(map(str, value.block_shape))
+        return f"tensordesc<{POINTERS[value.base.dtype]}[{block}],{value.layout!r}>"
     return "fp32" if isinstance(value, float) else "i32"
+
+
+GEMM_TILES = {
+    "1x128 by 128x128": ((1, 128), (128, 128)), "1x128 by 32x128": ((1, 128), (32, 128)),
+    "1x128 by 1x128": ((1, 128), (1, 128)), "1x32 by 32x32": ((1, 32), (32, 32)), "1x32 by 1x32": ((1, 32), (1, 32)),
+}  # fmt: skip
+"""Of the operands of a GEMM. The tiles of what it emits are as wide as those of its first operand."""
+ONE_H200 = 132
+
+
+def epilogue_launches() -> list[Launch]:
+    """The Hopper GEMMs with an epilogue: every activation for the tiles of the fast recipe, some for all tiles."""
+    found: list[Launch] = []
+
+    def add(name: str, call: Any) -> None:
+        with mock.patch.object(hopper, "_processors", return_value=ONE_H200):
+            found.extend(record(hopper, name, call))
+
+    for i, (name, tiles) in enumerate(GEMM_TILES.items()):
+        spec = QuantSpec(tile=(1, tiles[0][1]))
+        for kind in (*PLAIN_KINDS, *GATED_KINDS, "none") if i == 0 else ("gelu", "swiglu", "none"):
+            if kind == "swiglu" and name == "1x128 by 1x128":
+                continue  # has no kernel
+            for k in (1024, 2048) if i == 0 and kind == "gelu" else (1024,):
+                add(f"gemm epilogue {kind} {name} K={k}", partial(run_epilogue, kind, k, spec, tiles))
+        if name == "1x32 by 1x32":
+            continue  # has no kernel
+        for kind in PLAIN_KINDS if i == 0 else ("gelu",):
+            for tokens in (24576, 24564) if i == 0 and kind == "gelu" else (24576,):
+                add(f"gemm dact {kind} {name} M={tokens}", partial(run_dact, kind, tokens, spec, tiles))
+    return found
+
+
+def gemm_operands(tokens: int, k: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Zeros: a, a_scale, b, b_scale."""
+    a, b = (torch.zeros(n, k, dtype=torch.uint8).view(torch.float8_e4m3fn) for n in (tokens, rows))
+    return a, torch.zeros(tokens, k // 32, dtype=torch.uint8), b, torch.zeros(rows, k // 32, dtype=torch.uint8)
+
+
+def run_epilogue(kind: str, k: int, spec: QuantSpec, tiles: tuple[Any, Any]) -> Any:
+    """An up-projection with its activation, or for "none" a projection with a residual."""
+    plain = kind == "none"
+    steps = Epilogue(activation=None if plain else kind, rowwise=spec, emit_high=plain, emit_sum=not plain)
+    bias = None if kind == "swiglu" else torch.zeros(512, dtype=BF16)
+    residual = torch.zeros(24576, 512, dtype=BF16) if plain else None
+    b_tile = interleaved_tile(tiles[1]) if steps.gated else tiles[1]
+    return hopper_epilogue.gemm_epilogue(
+        *gemm_operands(24576, k, 512), bias, residual, epilogue=steps, a_tile=tiles[0], b_tile=b_tile
+    )
+
+
+def run_dact(kind: str, tokens: int, spec: QuantSpec, tiles: tuple[Any, Any]) -> Any:
+    """Dgrad of a down-projection with all that follows."""
+    steps = Dact(activation=kind, rowwise=spec, colwise=spec, act_colwise=spec, emit_high=False, emit_bias=True)
+    z = torch.zeros(tokens, 512, dtype=BF16)
+    return hopper_dact.gemm_dact(
+        *gemm_operands(tokens, 1024, 512), z, epilogue=steps, a_tile=tiles[0], b_tile=tiles[1]
+    )  # fmt: skip
 
 
 def production_launches() -> list[Launch]:
@@ -160,6 +234,8 @@ def production_launches() -> list[Launch]:
                         matrix(width), matrix(2048), None, kind, spec, spec, want_bias, spec, emit_high=False  # noqa: B023
                     ),
                 )  # fmt: skip
+    for launch in epilogue_launches():
+        found.setdefault((launch.kernel, launch.constants, launch.signature), launch)
     return list(found.values())
 
 
@@ -167,11 +243,12 @@ def compile_launch(launch: Launch, capability: int) -> Usage:
     kernel = getattr(importlib.import_module(launch.module), launch.kernel)
     names = kernel.arg_names
     signature = dict.fromkeys(names, "constexpr") | dict(launch.signature)
+    aligned = {p.name for p in kernel.params if signature[p.name].startswith("*") and not p.do_not_specialize}
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         fn=kernel,
         signature=signature,
         constexprs={(names.index(name),): value for name, value in launch.constants},
-        attrs={(names.index(n),): [["tt.divisibility", 16]] for n, kind in launch.signature if kind.startswith("*")},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n, kind in launch.signature if n in aligned},
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -190,7 +267,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="part of a launch's name")
     options = parser.parse_args()
     launches = [launch for launch in production_launches() if options.only in launch.name]
-    work = [(launch, capability) for capability in options.capabilities for launch in launches]
+    work = [(launch, at) for at in options.capabilities for launch in launches if at == 90 or not launch.is_hopper]
     failures = 0
     with ProcessPoolExecutor(options.jobs) as pool:
         for (launch, capability), usage in zip(work, pool.map(compile_launch, *zip(*work))):

@@ -49,6 +49,17 @@ def unit_at(u, M, N, K, steps, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.con
 
 
 @gluon.jit
+def load_columns(desc, col, k, full, smem):
+    """128 rows of b, in order or as `hopper_epilogue.dealt` moves them."""
+    if smem.rank == 2:
+        tma_load(desc, [col, k], full, smem)
+    elif smem.rank == 4:
+        tma_load(desc, [0, col // 32, 0, k], full, smem)
+    else:
+        tma_load(desc, [0, col // 64, 0, 0, k], full, smem)
+
+
+@gluon.jit
 def load_operands(
     a_desc, b_desc, a_smem, b_smem, full, empty, M, N, K, steps, units,
     BM: gl.constexpr, BN: gl.constexpr, NS: gl.constexpr, GROUP: gl.constexpr,
@@ -62,7 +73,8 @@ def load_operands(
             mbarrier.expect(full.index(s), BM * 128 + BN * 128)
             for w in gl.static_range(BM // 64):
                 tma_load(a_desc, [row + w * 64, kt * 128], full.index(s), a_smem.index(s * (BM // 64) + w))
-            tma_load(b_desc, [col, kt * 128], full.index(s), b_smem.index(s))
+            for h in gl.static_range(BN // 128):
+                load_columns(b_desc, col + h * 128, kt * 128, full.index(s), b_smem.index(s * (BN // 128) + h))
             i += 1
 
 
@@ -222,17 +234,31 @@ def load_scales(
 
 
 @gluon.jit
-def promote(acc, p, sa, sb, BA: gl.constexpr):
+def in_order(p, shape: gl.constexpr, DEAL: gl.constexpr):
+    """Products (64, 128) in the shape of their scales, with columns that `hopper_epilogue.dealt` moved back in order.
+
+    A thread keeps what it has: of 128 columns wgmma gives it 2 of every 8.
+    """
+    if DEAL == "blocks":
+        p = gl.permute(p.reshape([64, 16, 4, 2]), (0, 2, 1, 3))
+    elif DEAL == "pairs":
+        p = gl.permute(p.reshape([64, 16, 2, 2, 2]), (0, 2, 4, 3, 1))
+    return p.reshape(shape)
+
+
+@gluon.jit
+def promote(acc, p, sa, sb, BA: gl.constexpr, DEAL: gl.constexpr):
     """Acc + p * sa * sb with one rounding: products with powers of two are exact."""
+    p = in_order(p, acc.shape, DEAL)
     if BA == 1:
         word = sb.to(gl.int32, bitcast=True)
         lo = (word << 16).to(gl.float32, bitcast=True)
         hi = (word & -0x10000).to(gl.float32, bitcast=True)
         pair = gl.convert_layout(gl.join(lo, hi), gl.SliceLayout(0, acc.type.layout), assert_trivial=True)
-        acc = acc + p.reshape(acc.shape) * gl.expand_dims(pair, 0) * gl.expand_dims(gl.expand_dims(sa, 1), 2)
+        acc = acc + p * gl.expand_dims(pair, 0) * gl.expand_dims(gl.expand_dims(sa, 1), 2)
     else:
         s = gl.expand_dims(sa, 1) * gl.expand_dims(sb, 0)
-        acc = acc + p.reshape(acc.shape) * gl.expand_dims(s, 2)
+        acc = acc + p * gl.expand_dims(s, 2)
     return acc
 
 
@@ -251,6 +277,8 @@ def multiply(
     J: gl.constexpr,
     BA: gl.constexpr,
     MT: gl.constexpr,
+    DEAL: gl.constexpr,
+    FIRST: gl.constexpr,
 ):
     """Acc plus the scaled product of chunk j of a step; p holds that product.
 
@@ -262,11 +290,11 @@ def multiply(
     SA: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, acc.type.layout))
     SB: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, acc.type.layout))
     sa = a_scale.index(at * MT + w).load(SA)
-    sb = b_scale.index(at).slice(0, acc.shape[1], 0).load(SB)
+    sb = b_scale.index(at).slice(FIRST, acc.shape[1], 0).load(SB)
     bt = b.slice(j * KJ, KJ, 1).permute((1, 0))
     p = warpgroup_mma(a.slice(j * KJ, KJ, 1), bt, p, use_acc=never, is_async=True)
     p, sa, sb = warpgroup_mma_wait(0, deps=(p, sa, sb))
-    acc, p = warpgroup_mma_wait(0, deps=(promote(acc, p, sa, sb, BA), p))
+    acc, p = warpgroup_mma_wait(0, deps=(promote(acc, p, sa, sb, BA, DEAL), p))
     return acc, p
 
 
@@ -320,10 +348,12 @@ def consume(
             b = b_smem.index(s)
             for j in gl.static_range(J):
                 a = a_smem.index(s * MT + W * MW)
-                acc0, p = multiply(acc0, p, K < 0, a, b, a_scale, b_scale, s * J + j, W * MW, j, J, BA, MT)
+                acc0, p = multiply(acc0, p, K < 0, a, b, a_scale, b_scale, s * J + j, W * MW, j, J, BA, MT, "", 0)
                 if MW == 2:
                     a = a_smem.index(s * MT + W * MW + 1)
-                    acc1, p = multiply(acc1, p, K < 0, a, b, a_scale, b_scale, s * J + j, W * MW + 1, j, J, BA, MT)
+                    acc1, p = multiply(
+                        acc1, p, K < 0, a, b, a_scale, b_scale, s * J + j, W * MW + 1, j, J, BA, MT, "", 0
+                    )
             if BIAS:
                 mbarrier.arrive(empty.index(s), count=1, pred=kt + 1 < last)
             else:
