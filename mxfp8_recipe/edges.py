@@ -18,7 +18,7 @@ from .record import Node, Recording
 
 _ACTIVATIONS = {"relu", "gelu", "silu", "square", "pow", "__pow__"}
 _SQUARES = {"square", "pow", "__pow__"}
-_PRODUCTS = {"mul", "__mul__", "__rmul__"}
+PRODUCTS = {"mul", "__mul__", "__rmul__"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +195,7 @@ class EdgeFinder:
                 step = None
             if step is None:
                 return refused(f"read by {_describe([reader])}, not by an MXFP8 linear")
-            value, gated = step, gated or reader.name in _PRODUCTS or reader.name == "chunk"
+            value, gated = step, gated or reader.name in PRODUCTS or reader.name == "chunk"
 
     def _pending_plan(self, kind: str, name: str, consumer: str, gated: bool) -> EdgePlan:
         kind = "gated" if gated and kind == "activation" else kind
@@ -208,7 +208,7 @@ class EdgeFinder:
         """The value that stands for `value` after `reader`, if that can be left pending."""
         if reader.kind != "function":
             return None
-        if reader.name in _PRODUCTS and len(reader.outputs) == 1:
+        if reader.name in PRODUCTS and len(reader.outputs) == 1:
             alone = len(reader.inputs) != 2 or len(set(reader.last_dims)) != 1
             return None if alone or self.recording.overwritten.intersection(reader.inputs) else reader.outputs[0]
         if reader.name in _ACTIVATIONS and len(reader.outputs) == 1:
@@ -250,7 +250,7 @@ def _follows(before: str, reader: Node) -> bool:
     """Whether a fused kernel exists for function `reader` of what function `before` gave (of a linear's output: "")."""
     if reader.name in _SQUARES:
         return before == "relu" and reader.options.get("arg1", reader.options.get("exponent", 2)) == 2
-    if reader.name in _PRODUCTS:
+    if reader.name in PRODUCTS:
         return before in _ACTIVATIONS - _SQUARES
     return before in ("", "chunk")
 

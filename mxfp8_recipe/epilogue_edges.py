@@ -2,6 +2,7 @@
 
     up -> act -> down      act and the quantization for down after up's fprop; act's derivative after down's dgrad
     x + down(h)            the sum after down's fprop
+    act(gate(h)) * up(h)   the product and the quantization for down after one GEMM of both
 
 The first are found from the edges that `edges` found, so that every rule of theirs holds here too: every reader is
 known, nothing in between needs the value itself. What is added: the linear before the activation has no other reader,
@@ -16,10 +17,11 @@ from dataclasses import dataclass
 
 from .autograd import activation_steps, is_emitted
 from .backends import PLAIN
-from .edges import EdgeFinder, EdgePlan
+from .edges import PRODUCTS, EdgeFinder, EdgePlan
 from .epilogue_table import Choice
 from .fused.spec import QuantSpec
 from .modules import ActivationConfig
+from .mx_tensor import GATED
 from .record import Node
 
 _SUMS = ("add", "__add__", "__radd__")
@@ -35,6 +37,7 @@ class EpiloguePlan:
         steps: text of the `Epilogue`; `""` for a dgrad, whose steps follow from who reads its result.
         edge: producer of the edge that this is part of; `""` for a residual, which is an edge of its own.
         consumers: FQNs of the layers that read what it emits.
+        pair: `first` or `last` of two linears that run as one GEMM; `""` for one that does not.
         text: the steps in words.
     """
 
@@ -43,6 +46,7 @@ class EpiloguePlan:
     steps: str = ""
     edge: str = ""
     consumers: tuple[str, ...] = ()
+    pair: str = ""
     text: str
 
     def __str__(self) -> str:
@@ -60,7 +64,8 @@ def find_epilogues(
     found: dict[tuple[str, str], EpiloguePlan] = {}
     for edge in edges:
         if edge.fused and edge.kind in ("activation", "gated", "function"):
-            for plan in (*_activation(finder, edge, activations, choice), *_dact(finder, edge, choice)):
+            forward = _activation(finder, edge, activations, choice) or _pair(finder, edge, activations, choice)
+            for plan in (*forward, *_dact(finder, edge, choice)):
                 found.setdefault((plan.linear, plan.gemm), plan)
     if "residual" in choice.steps:
         producers = {edge.producer for edge in edges} | {linear for linear, gemm in found if gemm == "fprop"}
@@ -84,7 +89,7 @@ def _is_added(finder: EdgeFinder, call: Node) -> bool:
     value are summed; the latter only where the linear does not read what is added, too.
     """
     nodes, overwritten = finder.recording.nodes, finder.recording.overwritten
-    at = next(i for i, node in enumerate(nodes) if node is call)
+    at = _index(finder, call)
     if len(call.outputs) != 1 or at + 1 == len(nodes) or finder.readers(call.outputs[0]) != [nodes[at + 1]]:
         return False
     reader = nodes[at + 1]
@@ -111,8 +116,8 @@ def _activation(
     """The activation and the quantization for the consumer, in fprop of each linear before it."""
     if "activation" not in choice.steps or edge.kind == "gated":
         return []
-    rowwise, kind = finder.consumers[edge.consumers[0]].config.fprop[0], ""
-    if not is_emitted(rowwise) or (choice.rows_alone and QuantSpec.decode(rowwise).tile[0] > 1):
+    rowwise, kind = _rowwise(finder, edge, choice), ""
+    if not rowwise:
         return []
     linears = {edge.producer: ""}
     if edge.kind == "activation":
@@ -134,6 +139,87 @@ def _activation(
                 )
             )
     return plans
+
+
+def _rowwise(finder: EdgeFinder, edge: EdgePlan, choice: Choice) -> str:
+    """How the consumer quantizes its input, if an epilogue can; else `""`."""
+    rowwise = finder.consumers[edge.consumers[0]].config.fprop[0]
+    return "" if not is_emitted(rowwise) or (choice.rows_alone and QuantSpec.decode(rowwise).tile[0] > 1) else rowwise
+
+
+def _pair(
+    finder: EdgeFinder, edge: EdgePlan, activations: dict[str, ActivationConfig], choice: Choice
+) -> list[EpiloguePlan]:
+    """The product of a linear's activation with another's output, of the same input.
+
+    Nothing else may happen between the first call and the product: then the order of gradients that are summed is that
+    of two layers (`GatedPairFunction`).
+    """
+    rowwise = _rowwise(finder, edge, choice)
+    calls = finder.recording.calls(edge.producer)
+    if "gated" not in choice.steps or not rowwise or len(calls) != 1:
+        return []
+    made, kind = finder.maker(calls[0].inputs[0]) if edge.kind == "gated" else calls[0], ""
+    act = calls[0] if edge.kind == "gated" else _only_reader(finder, calls[0])
+    if edge.kind == "gated":
+        config = activations[edge.producer]
+        kind = "" if config.packed or config.in_place else config.kind
+    elif act is not None:
+        kind = _after("", act)
+    product = None if act is None or made is None else _only_reader(finder, act)
+    if made is None or act is None or product is None or kind not in GATED or product.name not in PRODUCTS:
+        return []
+    (other,) = set(product.inputs) - set(act.outputs) or {act.outputs[0]}
+    second = finder.maker(other)
+    if second is None or not _is_pair(finder, made, second, (act, product)):
+        return []
+    gate_last = _index(finder, made) > _index(finder, second)
+    facts = {"gemm": "fprop", "steps": activation_steps(GATED[kind], rowwise), "edge": edge.producer}
+    readers = tuple(name for name in (edge.producer, *edge.consumers) if name != made.name)
+    product_text = f"{_NAMES[kind]} times {second.name} and MXFP8 out"
+    return [
+        EpiloguePlan(
+            **facts, linear=made.name, consumers=(second.name, *readers), pair="last" if gate_last else "first",
+            text=product_text,
+        ),
+        EpiloguePlan(
+            **facts, linear=second.name, consumers=(made.name, *readers), pair="first" if gate_last else "last",
+            text=f"the product with {made.name} and MXFP8 out",
+        ),
+    ]  # fmt: skip
+
+
+def _is_pair(finder: EdgeFinder, gate: Node, up: Node, between: tuple[Node, Node]) -> bool:
+    """Whether two linears, and nothing but the activation and the product, follow one another and are alike."""
+    act, product = between
+    nodes = (gate, up, act, product)
+    if any(node.kind != "module" or len(finder.recording.calls(node.name)) != 1 for node in (gate, up)):
+        return False
+    if not _is_free(finder, gate.name) or not _is_free(finder, up.name) or gate is up:
+        return False
+    if _only_reader(finder, gate) is not act or _only_reader(finder, up) is not product:
+        return False
+    at = sorted(_index(finder, node) for node in nodes)
+    if at[3] - at[0] != 3 or finder.recording.overwritten.intersection(gate.inputs):
+        return False
+    configs = {finder.consumers[node.name].config for node in (gate, up)}
+    biases = {getattr(finder.modules[node.name], "bias", None) is None for node in (gate, up)}
+    alike = gate.inputs == up.inputs and gate.shapes == up.shapes and len(configs) == len(biases) == 1
+    if not alike or any(config.stochastic for config in configs):
+        return False
+    return not any(finder.obstacle(node, reader) for node, reader in ((gate, act), (gate, product), (up, product)))
+
+
+def _index(finder: EdgeFinder, call: Node) -> int:
+    return next(i for i, node in enumerate(finder.recording.nodes) if node is call)
+
+
+def _only_reader(finder: EdgeFinder, call: Node) -> Node | None:
+    """Who alone reads what a call gives, and nobody writes to."""
+    if len(call.outputs) != 1 or call.outputs[0] in finder.recording.overwritten:
+        return None
+    readers = finder.readers(call.outputs[0])
+    return readers[0] if len(readers) == 1 else None
 
 
 def _before(finder: EdgeFinder, activation: str) -> list[str]:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Ready:
-    """MXFP8 of `act(z)`, row-wise, beside the z that it was made of.
+    """MXFP8 of `act(z)`, or `act(gate) * z`, row-wise, beside the z and gate that it was made of.
 
     Attributes:
         kind: the activation, as `fused` names it.
-        rowwise: encoded spec. dtype: what act(z) was rounded to before it was quantized.
+        rowwise: encoded spec. dtype: what that was rounded to before it was quantized.
         qdata, scale: (M, N) and its scales.
-        versions: of z when it was made: what is written to z afterwards is not in here.
+        versions: of z and gate when it was made: what is written to them afterwards is not in here.
     """
 
     kind: str
@@ -27,5 +27,5 @@ class Ready:
     versions: tuple[int, ...] = ()
 
     def serves(self, kind: str, rowwise: str, dtype: torch.dtype, versions: tuple[int, ...]) -> bool:
-        """Whether this is what quantizing `kind` of z would give now."""
+        """Whether this is what quantizing that would give now."""
         return (self.kind, self.rowwise, self.dtype, self.versions) == (kind, rowwise, dtype, versions)

@@ -39,6 +39,8 @@ class Edge:
         steps: text of the epilogue that the producer's GEMM has on this edge; `""` for none.
         then: the edge of the module that goes on with the producer's output, where that is one.
         residual: the producer's output is added to a residual, and computed when that happens.
+        pair: `first` or `last`: the producer is that one of two linears whose GEMMs run as one, when their product is
+            taken; `""` for none.
     """
 
     producer: str
@@ -52,6 +54,7 @@ class Edge:
     steps: str = ""
     then: Edge | None = None
     residual: bool = False
+    pair: str = ""
 
     @property
     def in_epilogue(self) -> bool:
@@ -145,6 +148,10 @@ class Traveling:
 
     def plus(self, other: Any) -> Tensor | None:
         """The sum with `other`, if this value knows how to add; else None."""
+        return None
+
+    def times(self, other: Any) -> Pending | None:
+        """The product with `other`, if that can stay pending; else None."""
         return None
 
     @property
@@ -327,7 +334,8 @@ class MXTensor(Traveling):
         return replace(self, carrier=carrier)
 
 
-_GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
+GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
+"""An activation to the kind of its product with another tensor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -363,7 +371,7 @@ class Pending(Traveling):
 
     def quantized(self, rowwise: str, dtype: torch.dtype) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Qdata and scale of this value, rounded to `dtype`, where they are there already; else None for both."""
-        if self.ready is None or not self.ready.serves(self.kind, rowwise, dtype, versions_of(self.x)):
+        if self.ready is None or not self.ready.serves(self.kind, rowwise, dtype, versions_of(self.x, self.gate)):
             return None, None
         return self.ready.qdata, self.ready.scale
 
@@ -379,7 +387,7 @@ class Pending(Traveling):
             return RESHAPES[name](self, *args, **kwargs)
         if name == "chunk":
             return _chunk(self, *args, **kwargs)
-        kind = _activation_kind(name, args, kwargs)
+        kind = activation_kind(name, args, kwargs)
         return self.activated(kind) if kind else None
 
     def reshaped(self, x: Tensor) -> Pending | None:
@@ -395,14 +403,17 @@ class Pending(Traveling):
             return replace(self, kind="relu2")
         return None
 
+    def times(self, other: Any) -> Pending | None:
+        return None if self.kind == "identity" else self.gating(other)
+
     def gating(self, other: Any) -> Pending | None:
         """The product of this activation and `other`, if it can stay pending."""
         up = other.x if isinstance(other, Pending) and other.kind == "identity" else other
-        if self.kind not in _GATED or not isinstance(up, Tensor):
+        if self.kind not in GATED or not isinstance(up, Tensor):
             return None
         if up.shape != self.x.shape or up.dtype != self.x.dtype:
             return None
-        return replace(self, x=up, gate=self.x, kind=_GATED[self.kind], versions=versions_of(up) + self.versions)
+        return replace(self, x=up, gate=self.x, kind=GATED[self.kind], versions=versions_of(up) + self.versions)
 
 
 def _continue(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -418,7 +429,8 @@ def _continue(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
     return first.after(name, rest, {key: value for key, value in kwargs.items() if value is not first})
 
 
-def _activation_kind(name: str, args: Any, kwargs: dict[str, Any]) -> str:
+def activation_kind(name: str, args: Any, kwargs: dict[str, Any]) -> str:
+    """What a torch function applies, as `fused` names it, and `square`; "" for anything else."""
     if name in ("relu", "silu", "square"):
         return "" if kwargs.get("inplace") or True in args else name
     if name in ("pow", "__pow__") and len(args) == 1 and isinstance(args[0], int | float) and args[0] == 2:
@@ -433,8 +445,8 @@ def _product(left: Any, right: Any) -> Any:
     if isinstance(left, Pending) and left is right and left.kind == "relu":
         return left.activated("square")
     for this, other in ((left, right), (right, left)):
-        if isinstance(this, Pending) and this.kind != "identity" and this.settled is None:
-            product = this.gating(other)
+        if isinstance(this, Traveling) and this.settled is None:
+            product = this.times(other)
             if product is not None:
                 return product
     return None

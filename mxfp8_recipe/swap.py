@@ -79,12 +79,11 @@ def _add_epilogue(epilogue: EpiloguePlan, modules: dict[str, nn.Module], fuse: b
     if epilogue.gemm == "dgrad":
         return
     if epilogue.edge == epilogue.linear:
-        linear.__dict__[_EDGE].steps = epilogue.steps
+        linear.__dict__[_EDGE].steps, linear.__dict__[_EDGE].pair = epilogue.steps, epilogue.pair
         return
     then = modules[epilogue.edge].__dict__[_EDGE] if epilogue.edge else None
-    linear.__dict__[_EDGE] = Edge(
-        epilogue.linear, epilogue.consumers, fuse, strict, steps=epilogue.steps, then=then, residual=then is None
-    )
+    facts: dict[str, Any] = {"steps": epilogue.steps, "then": then, "residual": then is None, "pair": epilogue.pair}
+    linear.__dict__[_EDGE] = Edge(epilogue.linear, epilogue.consumers, fuse, strict, **facts)
 
 
 def take_back(model: nn.Module) -> int:

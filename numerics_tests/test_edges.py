@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mxfp8_recipe import Recipe, apply_recipe, load_recipe, recipe_names, revert
 from mxfp8_recipe.ab.models import build_model
+from mxfp8_recipe.mx_awaited import Awaited
 from mxfp8_recipe.mx_tensor import MXTensor, Pending
 from numerics_tests import blocks
 from numerics_tests.blocks import HIDDEN, QKV, WIDTH, Attention, Block, Pair, SwiGLU, click_batch, fused_producers
@@ -437,7 +438,7 @@ def test_a_pending_value_is_what_travels() -> None:
     model, x = SwiGLU(), torch.randn(SHAPE)
     apply_recipe(model, example_inputs=x)
     gate = model.gate(x)
-    assert isinstance(gate, Pending)
+    assert isinstance(gate, Awaited)
     assert gate.kind == "identity"
     value = nn.functional.silu(gate) * model.up(x)
     assert isinstance(value, Pending)

@@ -31,7 +31,7 @@ LAYERS = (
         "probe",
     ),
     ("modules",),
-    ("functional", "mx_tensor", "mx_heads", "mx_ready", "mx_addend"),
+    ("functional", "mx_tensor", "mx_heads", "mx_ready", "mx_awaited"),
     ("autograd",),
     ("backends",),
     ("recipe_files",),

@@ -2,7 +2,7 @@
 
 from .activation import ActivationFunction, ActivationLinearFunction
 from .attention import AttentionConfig, MXFP8AttentionFunction, attention
-from .epilogue import EpilogueLinearFunction, activation_of, activation_steps, is_emitted
+from .epilogue import EpilogueLinearFunction, GatedPairFunction, activation_of, activation_steps, is_emitted
 from .gradient import MXGradient, gradient_spec
 from .linear import LinearConfig, MXFP8LinearFunction
 from .norm import NormConfig, NormFunction
@@ -13,6 +13,7 @@ __all__ = [
     "ActivationLinearFunction",
     "AttentionConfig",
     "EpilogueLinearFunction",
+    "GatedPairFunction",
     "HeadsSpec",
     "LinearConfig",
     "MXFP8AttentionFunction",

@@ -178,7 +178,7 @@ def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     if isinstance(grad_output, MXGradient):
         grad, grad_q, total = receive(ctx, grad_output, needs_input, needs_weight, needs_bias, saved[4], config)
         x, x_scale, w, w_scale, _ = saved
-        grad_input, grad_weight = _gradients(grad, grad_q, x, x_scale, w, w_scale, needs_input, needs_weight, config)
+        grad_input, grad_weight = gradients(grad, grad_q, x, x_scale, w, w_scale, needs_input, needs_weight, config)
     else:
         grad = rows(grad_output)
         grad_input, grad_weight, total = _backward((grad, *saved), (needs_input, needs_weight, needs_bias, config))
@@ -188,7 +188,7 @@ def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     return grad_input, None, None, None, None, grad_weight, grad_bias, None, None
 
 
-def _gradients(
+def gradients(
     grad: Tensor, grad_q: Quantized, x: Tensor, x_scale: Tensor | None, w: Tensor, w_scale: Tensor | None,
     needs_input: bool, needs_weight: bool, config: LinearConfig,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
@@ -204,7 +204,7 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of input and weight, and the sums over the tokens where one read of `grad` gives them too."""
     grad_q, total = quantize_grad(grad, needs_input, needs_weight, needs_bias, seed, config)
-    return *_gradients(grad, grad_q, x, x_scale, w, w_scale, needs_input, needs_weight, config), total
+    return *gradients(grad, grad_q, x, x_scale, w, w_scale, needs_input, needs_weight, config), total
 
 
 def refuse_second_order() -> None:

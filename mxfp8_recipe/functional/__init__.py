@@ -7,7 +7,7 @@ from ..backends.offsets import check_offsets
 from ..fused.attention.bias import JaggedBias, log_time_bounds
 from .attention import mxfp8_attention
 from .common import compute_dtype, draw_seed
-from .epilogue import mxfp8_activated_linear, mxfp8_addend
+from .epilogue import mxfp8_activated_linear, mxfp8_awaited_linear
 from .jagged import block_attention, generalized_attention, jagged_attention, jagged_schedule
 from .linear import mxfp8_linear, mxfp8_projection
 from .producers import activation, mxfp8_activation, mxfp8_norm, pending
@@ -25,8 +25,8 @@ __all__ = [
     "log_time_bounds",
     "mxfp8_activated_linear",
     "mxfp8_activation",
-    "mxfp8_addend",
     "mxfp8_attention",
+    "mxfp8_awaited_linear",
     "mxfp8_linear",
     "mxfp8_norm",
     "mxfp8_projection",

@@ -9,74 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd import LinearConfig, activation_of
+from ..autograd import GatedPairFunction, LinearConfig, activation_of
 from ..backends import PLAIN
-from ..mx_addend import Addend
+from ..mx_awaited import Awaited
 from ..mx_ready import Ready
-from ..mx_tensor import Edge, Pending, Traveling, check_unwritten, versions_of
-from .common import autocast_on, compute_dtype
-from .linear import check_linear, multiply, tell
+from ..mx_tensor import Edge, MXTensor, Pending, Traveling, check_unwritten, versions_of
+from .common import apply, autocast_on, cast, compute_dtype
+from .linear import check_linear, fits, multiply, tell
 from .listening import LinearCall
 from .producers import activation
-
-
-def mxfp8_addend(
-    input: Tensor | Traveling,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    config: LinearConfig,
-    edge: Edge,
-    owner: Any = None,
-) -> Addend:
-    """`mxfp8_linear` before a residual is added to it: nothing is computed until that happens, or somebody reads it.
-
-    Args:
-        input, weight, bias, config, owner: as for `mxfp8_linear`.
-        edge: names the producer.
-
-    Returns:
-        A value that stands for (..., out_features) in the compute dtype.
-    """
-    run = partial(_added, input, weight, bias, config, owner, Mode.now(input.device.type))
-    dtype = compute_dtype(input)
-    check_linear(input, weight, bias, dtype)
-    shape = (*input.shape[:-1], weight.shape[0])
-    carrier = weight.detach().new_empty((), dtype=dtype).expand(shape)
-    needs_grad = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (input, weight, bias)
-    )  # fmt: skip
-    written = input if isinstance(input, Tensor) else None
-    return Addend(carrier, _unless_written(run, edge.producer, written), needs_grad, edge)
-
-
-def _unless_written(run: Any, producer: str, input: Tensor | None) -> Any:
-    """`run`, refusing once the input was written to since."""
-    versions = versions_of(input)
-
-    def compute(residual: Tensor | None) -> Tensor:
-        check_unwritten(versions, producer, input)
-        return run(residual)
-
-    return compute
-
-
-def _added(
-    input: Tensor | Traveling, weight: Tensor, bias: Tensor | None, config: LinearConfig, owner: Any, mode: Mode,
-    residual: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Z, or the sum, in the grad mode and under the autocast that the layer was called in."""
-    if not torch.compiler.is_compiling() and mode != Mode.now(mode.kind):
-        with torch.set_grad_enabled(mode.grad), torch.autocast(mode.kind, mode.dtype, enabled=mode.autocast):
-            return _added(input, weight, bias, config, owner, mode, residual)
-    shape = (*input.shape[:-1], weight.shape[0])
-    if residual is not None and residual.shape != shape:
-        residual = residual.reshape(shape)
-    steps = "" if residual is None else PLAIN
-    out = multiply(input, weight, bias, config, steps, residual)
-    out = out[0] if steps else out
-    tell(LinearCall(owner, "", input, weight, out, config, out.dtype))
-    return out
 
 
 @dataclass(frozen=True)
@@ -92,6 +33,134 @@ class Mode:
     def now(cls, kind: str) -> Mode:
         on = autocast_on(kind)
         return cls(kind, torch.is_grad_enabled(), on, torch.get_autocast_dtype(kind) if on else None)
+
+
+@dataclass(eq=False)
+class Call:
+    """What a layer was called with, to be computed later.
+
+    Attributes:
+        versions: of the input when it was called.
+        made: its output, once that was computed.
+    """
+
+    input: Tensor | Traveling
+    weight: Tensor
+    bias: Tensor | None
+    config: LinearConfig
+    owner: Any
+    edge: Edge
+    mode: Mode
+    versions: tuple[int, ...]
+    made: Tensor | None = None
+
+    def check(self) -> None:
+        """Raise RuntimeError where the input was written to since."""
+        if isinstance(self.input, Tensor):
+            check_unwritten(self.versions, self.edge.producer, self.input)
+
+    def told(self, output: Any) -> None:
+        tell(LinearCall(self.owner, "", self.input, self.weight, output, self.config, output.dtype))
+
+
+def mxfp8_awaited_linear(
+    input: Tensor | Traveling,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    config: LinearConfig,
+    edge: Edge,
+    owner: Any = None,
+) -> Awaited:
+    """`mxfp8_linear` before a residual or beside the other half of a gated pair: nothing is computed until that comes.
+
+    Args:
+        input, weight, bias, config, owner: as for `mxfp8_linear`.
+        edge: what its epilogue does.
+
+    Returns:
+        A value that stands for (..., out_features) in the compute dtype.
+    """
+    dtype = compute_dtype(input)
+    check_linear(input, weight, bias, dtype)
+    carrier = weight.new_full((), float("nan"), dtype=dtype).expand(*input.shape[:-1], weight.shape[0])
+    trained = any(t is not None and t.requires_grad for t in (input, weight, bias))
+    versions = versions_of(input)
+    call = Call(input, weight, bias, config, owner, edge, Mode.now(input.device.type), versions)
+    return Awaited(
+        carrier, call, partial(_compute, call), activation, _both, trained and torch.is_grad_enabled(), edge
+    )  # fmt: skip
+
+
+def _compute(call: Call, residual: Tensor | None) -> Tensor:
+    """Z, or the sum, in the grad mode and under the autocast that the layer was called in."""
+    if residual is None and call.made is not None:
+        return call.made
+    call.check()
+    mode = call.mode
+    if not torch.compiler.is_compiling() and mode != Mode.now(mode.kind):
+        with torch.set_grad_enabled(mode.grad), torch.autocast(mode.kind, mode.dtype, enabled=mode.autocast):
+            return _compute(call, residual)
+    shape = (*call.input.shape[:-1], call.weight.shape[0])
+    if residual is not None and residual.shape != shape:
+        residual = residual.reshape(shape)
+    steps = "" if residual is None else PLAIN
+    out = multiply(call.input, call.weight, call.bias, call.config, steps, residual)
+    out = out[0] if steps else out
+    call.told(out)
+    if residual is None:
+        call.made = out
+    return out
+
+
+def _both(up: Call, gate: Call, kind: str, edge: Edge) -> Pending | None:
+    """`act(gate) * up` of two layers as one GEMM, where they are what the plan saw; else None."""
+    config, steps = up.config, gate.edge.steps
+    alike = up.input is gate.input and config == gate.config and up.edge.steps == steps and up.mode == gate.mode
+    if (
+        not alike
+        or up.made is not None
+        or gate.made is not None
+        or activation_of(steps)[0] != kind
+        or up.weight.shape != gate.weight.shape
+    ):
+        return None
+    if (up.bias is None) != (gate.bias is None) or up.mode != Mode.now(up.mode.kind):
+        return None
+    given = _pair_inputs(up, gate)
+    if given is None:
+        return None
+    up.check()
+    dtype = compute_dtype(up.input)
+    weights = [None if t is None else cast(t, dtype) for t in (up.weight, up.bias, gate.weight, gate.bias)]
+    if not torch.is_grad_enabled():
+        weights = [None if t is None else t.detach() for t in weights]
+    gate_last = gate.edge.pair == "last"
+    x, z_gate, qdata, scale = apply(GatedPairFunction, *given, *weights, config, steps, gate_last)
+    up.made, gate.made = x, z_gate
+    for call in (up, gate) if gate_last else (gate, up):
+        call.told(call.made)
+    versions = versions_of(x, z_gate)
+    ready = Ready(kind, activation_of(steps)[1], dtype, qdata, scale, versions)
+    return Pending(x, z_gate, kind, activation, edge, versions, ready)
+
+
+def _pair_inputs(up: Call, gate: Call) -> tuple[Any, ...] | None:
+    """The input twice and its quantization, as `GatedPairFunction` takes them; None for one that has to be settled."""
+    input, dtype = up.input, compute_dtype(up.input)
+    if isinstance(input, Traveling) and input.settled is not None:
+        input = input.settled
+    if isinstance(input, MXTensor) and all(fits(input, dtype, c.config, cast(c.weight, dtype)) for c in (up, gate)):
+        return *_twice(input.carrier), input.qdata, input.scale, input.qdata_t, input.scale_t
+    if isinstance(input, Traveling):
+        return None
+    twice = _twice(input) if input.dtype == dtype else (input.to(dtype), input.to(dtype))
+    return *twice, None, None, None, None
+
+
+def _twice(x: Tensor) -> tuple[Tensor, Tensor]:
+    """X as two arguments of a Function, which the compiler wants to be two tensors."""
+    return x, x.view_as(x) if torch.compiler.is_compiling() else x
 
 
 def mxfp8_activated_linear(

@@ -79,7 +79,7 @@ def multiply(
     if isinstance(input, Traveling) and input.settled is not None:
         input = input.settled
     if isinstance(input, MXTensor):
-        if _fits(input, dtype, config, weight):
+        if fits(input, dtype, config, weight):
             parts = (input.qdata, input.scale, input.qdata_t, input.scale_t)
             return _apply_linear(input.carrier, *parts, weight, bias, seed, config, steps, residual)
         input = input.high("a linear layer of another precision")
@@ -92,7 +92,8 @@ def multiply(
                 *input.quantized(config.fprop[0], dtype), residual, steps,
             )  # fmt: skip
         input = input.materialize()
-    assert isinstance(input, Tensor)
+    if isinstance(input, Traveling):
+        input = input.high("a linear layer")
     nothing = (None, None, None, None)
     return _apply_linear(cast(input, dtype), *nothing, weight, bias, seed, config, steps, residual)
 
@@ -104,7 +105,7 @@ def _apply_linear(*args: Any) -> Any:
     return apply(MXFP8LinearFunction, *linear)
 
 
-def _fits(input: MXTensor, dtype: torch.dtype, config: LinearConfig, weight: Tensor) -> bool:
+def fits(input: MXTensor, dtype: torch.dtype, config: LinearConfig, weight: Tensor) -> bool:
     """Whether a quantized input is what this layer would have quantized itself."""
     rowwise, colwise = config.input_specs
     if input.quantized_from != dtype or input.rowwise != rowwise:
@@ -162,7 +163,7 @@ def mxfp8_projection(
         weight = weight.detach()
     if isinstance(input, Traveling) and input.settled is not None:
         input = input.settled
-    if isinstance(input, MXTensor) and _fits(input, dtype, config, weight):
+    if isinstance(input, MXTensor) and fits(input, dtype, config, weight):
         carrier, given = input.carrier, (input.qdata, input.scale, input.qdata_t, input.scale_t)
     elif isinstance(input, Traveling):
         return None

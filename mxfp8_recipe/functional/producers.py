@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..autograd import ActivationFunction, NormConfig, NormFunction
+from ..mx_awaited import Awaited
 from ..mx_tensor import Edge, MXTensor, Pending, Traveling, versions_of
 from .common import apply, compute_dtype, draw_seed
 
@@ -72,7 +73,7 @@ def _norm_high(
 
 def mxfp8_activation(
     input: Tensor | Traveling, kind: str, *, gate: Tensor | None = None, edge: Edge | None = None
-) -> Tensor | Pending:
+) -> Tensor | Traveling:
     """`act(input)` or `act(gate) * input`; on a planned edge left pending for the GEMM that consumes it.
 
     Args:
@@ -84,6 +85,10 @@ def mxfp8_activation(
         pending = input.activated(kind)
         if pending is not None:
             return replace(pending, edge=edge) if edge is not None else pending.materialize()
+    if isinstance(input, Awaited) and gate is None and edge is not None and input.settled is None:
+        awaited = input.activated(kind, edge)
+        if awaited is not None:
+            return awaited
     if isinstance(input, Traveling):
         input = input.high("an activation")
     if edge is None:

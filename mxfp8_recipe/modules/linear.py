@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..autograd import HeadsSpec, LinearConfig
 from ..config import LinearPrecision
-from ..functional import mxfp8_activated_linear, mxfp8_addend, mxfp8_linear, mxfp8_projection, pending
+from ..functional import mxfp8_activated_linear, mxfp8_awaited_linear, mxfp8_linear, mxfp8_projection, pending
 from ..mx_tensor import Edge, Traveling, edge_of, has_backward_hooks
 from .swapped import describe_config
 
@@ -64,7 +64,7 @@ def _run(module: Any, input: Any, weight: Tensor, bias: Tensor | None) -> Any:
     if edge is not None and _is_watched(module, edge):
         edge = None
     if edge is not None and edge.in_epilogue and not _counts_no_writes():
-        with_steps = mxfp8_addend if edge.residual else mxfp8_activated_linear
+        with_steps = mxfp8_awaited_linear if edge.residual or edge.pair else mxfp8_activated_linear
         return with_steps(input, weight, bias, config=module.mxfp8_config, edge=edge, owner=module)
     if edge is not None and (edge.then is not None or edge.residual):
         edge = None
