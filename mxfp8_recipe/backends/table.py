@@ -124,6 +124,8 @@ _TABLE: dict[tuple[str, str], Callable[..., Any] | Kernel] = {
     ("matmul", "hopper"): reference.matmul_native,
     ("matmul", "blackwell"): reference.matmul_native,
     ("gemm", "hopper"): Kernel("gemm.hopper", "gemm"),
+    ("gemm_epilogue", "hopper"): Kernel("gemm.hopper_epilogue", "gemm_epilogue"),
+    ("gemm_dact", "hopper"): Kernel("gemm.hopper_dact", "gemm_dact"),
     ("gemm", "blackwell"): Kernel("gemm.blackwell", "gemm"),
     ("gemm", "triton"): Kernel("gemm.portable", "gemm"),
     **{(op, backend): kernel for op, kernel in _JAGGED.items() for backend in ("triton", "hopper", "blackwell")},
