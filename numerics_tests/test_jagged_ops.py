@@ -118,6 +118,7 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("dtype", {"q_offsets": torch.tensor([0.0, 33, 33, 38, 78])}, TypeError, "q_offsets: got torch.float32"),
     ("shape", {"k_offsets": torch.zeros(2, 5, dtype=torch.int32)}, ValueError, r"k_offsets: got \(2, 5\)"),
     ("none", {"q_offsets": torch.zeros(0, dtype=torch.int32)}, ValueError, r"q_offsets: got \(0,\)"),
+    ("no sample", {"k_offsets": torch.zeros(1, dtype=torch.int32)}, ValueError, "got offsets of no sample"),
     ("list", {"k_offsets": [0, 7, 19, 19, 83]}, ValueError, "k_offsets: got list"),
     ("samples", {"k_offsets": torch.tensor([0, 19, 83])}, ValueError, "'q_offsets': 4, 'k_offsets': 2"),
     ("device", {"q_offsets": torch.empty(5, dtype=torch.int32, device="meta")}, ValueError, "q_offsets: got meta"),

@@ -34,8 +34,11 @@ FANOUT = tl.constexpr(128)
 
 
 @triton.jit
-def tile_of(offsets_ptr, slot, B, TILE: tl.constexpr):
-    """First token and token count of a slot's tile; the count is 0 or less where the slot is superfluous."""
+def tile_of(offsets_ptr, slot, B, T, TILE: tl.constexpr):
+    """First token and token count of a slot's tile; the count is 0 or less where the slot is superfluous.
+
+    Offsets that are wrong give wrong tiles, but of tokens 0 to T alone.
+    """
     lane = tl.arange(0, FANOUT)
     low = slot * 0
     size = low + B
@@ -50,7 +53,8 @@ def tile_of(offsets_ptr, slot, B, TILE: tl.constexpr):
     start = tl.load(offsets_ptr + low).to(tl.int64)
     end = tl.load(offsets_ptr + low + 1).to(tl.int64)
     first = start + (slot - start // TILE - low) * TILE
-    return first, tl.minimum(end - first, TILE).to(tl.int32)
+    count = tl.minimum(tl.minimum(end, T) - first, TILE).to(tl.int32)
+    return first, tl.where(first < 0, 0, count)
 
 
 @triton.jit
@@ -101,9 +105,9 @@ def exponentials(q, k, count, to_base_2, BLOCK: tl.constexpr, CAUSAL: tl.constex
     return e, tl.sum(e, axis=1)
 
 
-@kernel(do_not_specialize=["B"])
+@kernel(do_not_specialize=["B", "T"])
 def block_forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, offsets_ptr, to_base_2, B,
+    q_ptr, k_ptr, v_ptr, out_ptr, offsets_ptr, to_base_2, B, T,
     QT: tl.constexpr, QH: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, VT: tl.constexpr, VH: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, CAUSAL: tl.constexpr,
@@ -112,7 +116,7 @@ def block_forward_kernel(
     slot = tl.program_id(0) // H
     head = tl.program_id(0) % H
     shared = head // (H // G)
-    first, count = tile_of(offsets_ptr, slot, B, TILE)
+    first, count = tile_of(offsets_ptr, slot, B, T, TILE)
     if count > 0:
         q = load_tile(q_ptr, first, head, count, QT, QH, D, TILE, DP)
         k = load_tile(k_ptr, first, shared, count, KT, KH, D, TILE, DP)
@@ -132,9 +136,9 @@ def score_gradients(q, k, v, g, count, to_base_2, BLOCK: tl.constexpr, CAUSAL: t
     return rounded(p, q.dtype), rounded(p * (dp - delta[:, None]), q.dtype)
 
 
-@kernel(do_not_specialize=["B"])
+@kernel(do_not_specialize=["B", "T"])
 def block_backward_kernel(
-    g_ptr, q_ptr, k_ptr, v_ptr, dq_ptr, dk_ptr, dv_ptr, offsets_ptr, to_base_2, scale, B,
+    g_ptr, q_ptr, k_ptr, v_ptr, dq_ptr, dk_ptr, dv_ptr, offsets_ptr, to_base_2, scale, B, T,
     GT: tl.constexpr, GH: tl.constexpr, QT: tl.constexpr, QH: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr,
     VT: tl.constexpr, VH: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
@@ -145,7 +149,7 @@ def block_backward_kernel(
     slot = tl.program_id(0) // H
     head = tl.program_id(0) % H
     shared = head // (H // G)
-    first, count = tile_of(offsets_ptr, slot, B, TILE)
+    first, count = tile_of(offsets_ptr, slot, B, T, TILE)
     if count > 0:
         k = load_tile(k_ptr, first, shared, count, KT, KH, D, TILE, DP)
         v = load_tile(v_ptr, first, shared, count, VT, VH, E, TILE, EP)
@@ -218,7 +222,8 @@ def forward(
     config = forward_config(max(_padded(width), _padded(out_width)), tile)
     slots = tokens // tile + offsets.numel() - 1
     block_forward_kernel[(slots * heads,)](
-        q, k, v, out, offsets, scale * LOG2E, offsets.numel() - 1, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        q, k, v, out, offsets, scale * LOG2E, offsets.numel() - 1, tokens,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         heads, groups, width, out_width, _padded(width), _padded(out_width), block, tile, causal,
         num_warps=config.warps, **config.options,
     )  # fmt: skip
@@ -288,7 +293,7 @@ def _launch_backward(
     config = backward_config(max(_padded(width), _padded(out_width)), tile, heads > k.shape[1])
     slots = q.shape[0] // tile + offsets.numel() - 1
     block_backward_kernel[(slots * heads,)](
-        g, q, k, v, dq, dk, dv, offsets, scale * LOG2E, scale, offsets.numel() - 1,
+        g, q, k, v, dq, dk, dv, offsets, scale * LOG2E, scale, offsets.numel() - 1, q.shape[0],
         *g.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         heads, k.shape[1], width, out_width, _padded(width), _padded(out_width), block, tile, causal,
         "q" in wanted, "k" in wanted, "v" in wanted, num_warps=config.warps, **config.options,

@@ -155,7 +155,7 @@ def block_attention(
         raise ValueError(f"{op}: got {q.shape[0]} rows of q and {k.shape[0]} of k, expected as many: self-attention")
     if isinstance(block, bool) or not isinstance(block, int) or block < 1:
         raise ValueError(f"{op}: block: got {block!r}, expected a number of tokens")
-    check_offsets_form(op, q, {"offsets": (offsets, max_length)})
+    check_offsets_form(op, q, {"offsets": (offsets, max_length, q.shape[0])})
     if cpu_offsets is not None:
         WATCH.trust(offsets, cpu_offsets, Claim(op, "offsets", q.shape[0], max_length))
     options = JaggedOptions(_scale(scale, q), causal, block=block)
@@ -208,14 +208,14 @@ def _check_layout(
     max_k: int,
     cpu_offsets: tuple[Tensor | None, Tensor] | None,
 ) -> None:
-    named = {"k_offsets": (k_offsets, max_k)}
+    named = {"k_offsets": (k_offsets, max_k, k.shape[0])}
     if q_offsets is not None:
-        named = {"q_offsets": (q_offsets, max_q)} | named
+        named = {"q_offsets": (q_offsets, max_q, q.shape[0])} | named
     check_offsets_form(op, q, named)
     if cpu_offsets is None:
         return
-    for (name, (offsets, longest)), copy in zip(named.items(), [c for c in cpu_offsets if c is not None], strict=True):
-        rows = q.shape[0] if name == "q_offsets" else k.shape[0]
+    copies = [copy for copy in cpu_offsets if copy is not None]
+    for (name, (offsets, longest, rows)), copy in zip(named.items(), copies, strict=True):
         WATCH.trust(offsets, copy, Claim(op, name, rows, longest))
 
 

@@ -33,21 +33,26 @@ def check_operands(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     _check_devices(op, q, {"k": k, "v": v})
 
 
-def check_offsets_form(op: str, q: Tensor, named: dict[str, tuple[Tensor, Any]]) -> None:
-    """Raise for offsets that are no (B + 1,) integers on the device of q, or declared lengths that are no ints."""
-    for name, (offsets, longest) in named.items():
+def check_offsets_form(op: str, q: Tensor, named: dict[str, tuple[Tensor, Any, Any]]) -> None:
+    """Raise for offsets that are no (B + 1,) integers on the device of q, or declared lengths that are no ints.
+
+    `named` has the offsets, the declared maximum length and the rows they divide.
+    """
+    for name, (offsets, longest, rows) in named.items():
         if not isinstance(offsets, Tensor) or offsets.dim() != 1 or offsets.shape[0] < 1:
             shape = tuple(offsets.shape) if isinstance(offsets, Tensor) else type(offsets).__name__
             raise ValueError(f"{op}: {name}: got {shape}, expected a tensor of shape (B + 1,) for B samples")
+        if offsets.shape[0] == 1 and rows > 0:
+            raise ValueError(f"{op}: {name}: got offsets of no sample, expected some that divide {rows} rows")
         if offsets.dtype not in OFFSETS:
             raise TypeError(f"{op}: {name}: got {offsets.dtype}, expected torch.int32 or torch.int64")
         if isinstance(longest, Tensor):
             raise TypeError(f"{op}: the maximum length of {name} is a tensor, expected an int (a tensor would wait)")
         if longest < 0:
             raise ValueError(f"{op}: the maximum length of {name}: got {longest}, expected 0 or more")
-    _check_devices(op, q, {name: offsets for name, (offsets, _) in named.items()})
+    _check_devices(op, q, {name: offsets for name, (offsets, _, _) in named.items()})
     if len(named) > 1:
-        counts = {name: offsets.shape[0] - 1 for name, (offsets, _) in named.items()}
+        counts = {name: offsets.shape[0] - 1 for name, (offsets, _, _) in named.items()}
         first, *others = counts.values()
         if any(count != first for count in others):
             raise ValueError(f"{op}: got samples {counts}, expected as many in each")
