@@ -354,7 +354,7 @@ def test_offsets_of_both_integer_types_and_of_inference_mode() -> None:
 
 def test_the_ops_run_on_the_kernels() -> None:
     script = Path(__file__).with_name("jagged_on_kernels.py")
-    command = [sys.executable, str(script), "jagged", "block"]
+    command = [sys.executable, str(script), "jagged", "block", "generalized", "pooled"]
     environment = {**os.environ, "PYTHONPATH": str(script.parent.parent), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -98,6 +98,8 @@ _JAGGED: dict[str, Kernel] = {
     "jagged_schedule": Kernel("attention.schedule", "build"),
     "jagged_forward": Kernel("attention.jagged", "forward"),
     "jagged_backward": Kernel("attention.jagged", "backward"),
+    "generalized_forward": Kernel("attention.gdpa", "forward"),
+    "generalized_backward": Kernel("attention.gdpa_backward", "backward"),
     "block_forward": Kernel("attention.block", "forward"),
     "block_backward": Kernel("attention.block", "backward"),
 }
