@@ -42,7 +42,7 @@ from ._tiles import (
 )
 from .bias import JaggedBias
 from .jagged_backward import backward
-from .jagged_launch import SCALARS, Config, Problem, problem_of, widened
+from .jagged_launch import FP32_CONFIG, SCALARS, Config, Problem, problem_of, widened
 
 __all__ = ["backward", "forward"]
 
@@ -89,9 +89,9 @@ def forward_kernel(
     units = tl.load(schedule_ptr) * (H * SUB)
     for turn in range(turns_of(units, PERSISTENT)):
         rank = deal(turn)
-        if rank < units:
-            first, q0, Lq, k0, Lk, _ = read_entry(schedule_ptr, 1 + rank // (H * SUB))
-            first += rank % (H * SUB) // H * BM
+        first, q0, Lq, k0, Lk, _ = read_entry(schedule_ptr, 1 + tl.minimum(rank, units - 1) // (H * SUB))
+        first += rank % (H * SUB) // H * BM
+        if (rank < units) & (first < Lq):
             head = rank % H
             shared = head // GROUP
             if TMA:
@@ -148,17 +148,19 @@ def forward_kernel(
             tl.store(at + row * H, lse, mask=row < Lq - first)
 
 
-def forward_config(dtype: torch.dtype, dim: int, value_dim: int) -> Config:
-    """A function of dtype and width alone.
+def forward_config(dtype: torch.dtype, width: int, masked: bool, tables: bool) -> Config:
+    """A function of dtype, width and features alone.
 
     One warpgroup keeps 128 queries, so that K and V pass through the L2 cache once for 128, and two programs share a
     multiprocessor: one's softmax, first loads and last stores run while the other multiplies. With 64 keys a step
     O, S and P take 224 of the 255 registers, which leaves wgmma asynchronous; at 128 registers, for twice the warps,
-    the assembler would wait for each.
+    the assembler would wait for each. Masks and tables need registers of their own.
     """
     if dtype == torch.float32:
-        return Config(rows=64, block=32, warps=4, stages=1)
-    if max(dim, value_dim) > 128:
+        return FP32_CONFIG
+    if tables:
+        return Config(rows=64, block=32, warps=4, stages=2)
+    if masked or width > 128:
         return Config(rows=128, block=64, warps=8, stages=2)
     return Config(rows=128, block=64, warps=4, stages=2)
 
@@ -203,7 +205,9 @@ def forward(
     out = torch.empty(*q.shape[:2], wide, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if out.numel():
-        _launch(problem, out, lse, config or forward_config(q.dtype, problem.q.x.shape[2], wide))
+        width, masked = max(problem.q.x.shape[2], wide), causal or window is not None
+        config = config or forward_config(q.dtype, width, masked, problem.has_bias)
+        _launch(problem, out, lse, config)
     return out if wide == value_dim else out[..., :value_dim].contiguous(), lse
 
 

@@ -42,7 +42,7 @@ from ._tiles import (
     visible,
 )
 from .bias import JaggedBias
-from .jagged_launch import SCALARS, Config, Operand, Problem, problem_of, widened
+from .jagged_launch import FP32_CONFIG, SCALARS, Config, Operand, Problem, problem_of, widened
 from .jagged_tables import Tables, add_to_tables
 
 
@@ -97,9 +97,9 @@ def dq_kernel(
     units = tl.load(schedule_ptr) * (H * SUB)
     for turn in range(turns_of(units, PERSISTENT)):
         rank = deal(turn)
-        if rank < units:
-            first, q0, Lq, k0, Lk, sample = read_entry(schedule_ptr, 1 + rank // (H * SUB))
-            first += rank % (H * SUB) // H * BM
+        first, q0, Lq, k0, Lk, sample = read_entry(schedule_ptr, 1 + tl.minimum(rank, units - 1) // (H * SUB))
+        first += rank % (H * SUB) // H * BM
+        if (rank < units) & (first < Lq):
             head = rank % H
             shared = head // GROUP
             shift = Lk - Lq
@@ -162,6 +162,8 @@ def dq_kernel(
                             TABLES, BM, SHORT, DTYPE, PRECISION,
                         )  # fmt: skip
                 if QUERIES:
+                    first, q0, Lq, _, _, _ = read_entry(schedule_ptr, 1 + anchored(rank) // (H * SUB))  # not kept
+                    first += rank % (H * SUB) // H * BM
                     store_some_rows(dq_ptr, dq * scale, q0 + first, Lq - first, H, head, BM, D)
 
 
@@ -209,6 +211,18 @@ def load_stats(desc, ptr, line, at, TS, ROWS: tl.constexpr, TMA: tl.constexpr):
     return x
 
 
+@triton.jit
+def member_of(step, shared, begin, blocks, GROUP: tl.constexpr):
+    """Head and block of a step over the blocks of every head that shares keys: one loop, which stays pipelined."""
+    if GROUP == 1:
+        head = shared
+        block = begin + step
+    else:
+        head = shared * GROUP + step // blocks
+        block = begin + step % blocks
+    return head, block
+
+
 @kernel(do_not_specialize=["H", "QS8", "KS8", "VS8", "GS8", "TS", "LAST_AT", "skipped", "window", "P", "N"])
 def dkdv_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, schedule_ptr,
@@ -224,9 +238,10 @@ def dkdv_kernel(
     units = tl.load(schedule_ptr + 1) * (heads * SUB)
     for turn in range(turns_of(units, PERSISTENT)):
         rank = deal(turn)
-        if rank < units:
-            first, q0, Lq, k0, Lk, sample = read_entry(schedule_ptr, skipped + rank // (heads * SUB))
-            first += rank % (heads * SUB) // heads * BM
+        entry = skipped + tl.minimum(rank, units - 1) // (heads * SUB)
+        first, q0, Lq, k0, Lk, sample = read_entry(schedule_ptr, entry)
+        first += rank % (heads * SUB) // heads * BM
+        if (rank < units) & (first < Lk):
             shared = rank % heads
             shift = Lk - Lq
             if TMA:
@@ -243,66 +258,75 @@ def dkdv_kernel(
             dv = tl.zeros((BM, E), tl.float32)
             last = tl.minimum(first + BM, Lk)
             lo, hi = queries_seeing(first, last, shift, Lq, window, CAUSAL, WINDOW)
-            for member in range(GROUP):
-                head = shared * GROUP + member
-                if Lq >= BN:
-                    for block in tl.range(lo // BN, tl.cdiv(tl.maximum(hi, 0), BN), num_stages=STAGES):
-                        start = block_start(block, Lq, BN)
-                        i = start + tl.arange(0, BN)
-                        q = load_rows(q_desc, q_ptr, q0 + start, QS8, head, BN, D, TMA)
-                        do = load_rows(do_desc, do_ptr, q0 + start, GS8, head, BN, E, TMA)
-                        at = stats_row(q0, sample) + start
-                        if start < block * BN:
-                            at = LAST_AT + sample * BN
-                        lse2 = load_stats(stats_desc, stats_ptr, head, at, TS, BN, TMA)
-                        delta = load_stats(stats_desc, stats_ptr, H + head, at, TS, BN, TMA)
-                        masked = True
-                        if CAUSAL or WINDOW:
-                            masked = not all_visible(start, start + BN, first, last, shift, window, CAUSAL, WINDOW)
-                        dk, dv = dkdv_step(
-                            dk, dv, q, do, k, v, i + shift, s, lse2, delta, k_time, q_times_ptr, q0, Lq, Lk, masked,
-                            scale_log2, window, position_ptr, time_ptr, bounds_ptr, head, H, P, N,
-                            CAUSAL, WINDOW, POSITION, TIME, STEPS, FOLD, DTYPE, PRECISION,
-                        )  # fmt: skip
-                else:
-                    for start in tl.range(lo // SHORT * SHORT, hi, SHORT, num_stages=1):
-                        i = start + tl.arange(0, SHORT)
-                        q = load_some_rows(q_ptr, q0 + start, Lq - start, QS8, head, SHORT, D)
-                        do = load_some_rows(do_ptr, q0 + start, Lq - start, GS8, head, SHORT, E)
-                        stat = stats_ptr + head.to(tl.int64) * TS + stats_row(q0, sample) + i
-                        lse2 = tl.load(stat, mask=i < Lq, other=float("inf"))
-                        delta = tl.load(stat + tl.cast(H, tl.int64) * TS, mask=i < Lq, other=0.0)
-                        dk, dv = dkdv_step(
-                            dk, dv, q, do, k, v, i + shift, s, lse2, delta, k_time, q_times_ptr, q0, Lq, Lk, True,
-                            scale_log2, window, position_ptr, time_ptr, bounds_ptr, head, H, P, N,
-                            CAUSAL, WINDOW, POSITION, TIME, STEPS, FOLD, DTYPE, PRECISION,
-                        )  # fmt: skip
+            begin = lo // BN
+            blocks = tl.maximum(tl.cdiv(tl.maximum(hi, 0), BN) - begin, 0)
+            if Lq >= BN:
+                for step in tl.range(GROUP * blocks, num_stages=STAGES):
+                    head, block = member_of(step, shared, begin, blocks, GROUP)
+                    start = block_start(block, Lq, BN)
+                    q = load_rows(q_desc, q_ptr, q0 + start, QS8, head, BN, D, TMA)
+                    do = load_rows(do_desc, do_ptr, q0 + start, GS8, head, BN, E, TMA)
+                    at = stats_row(q0, sample) + start
+                    if start < block * BN:
+                        at = LAST_AT + sample * BN
+                    lse2 = load_stats(stats_desc, stats_ptr, head, at, TS, BN, TMA)
+                    delta = load_stats(stats_desc, stats_ptr, H + head, at, TS, BN, TMA)
+                    masked = True
+                    if CAUSAL or WINDOW:
+                        masked = not all_visible(start, start + BN, first, last, shift, window, CAUSAL, WINDOW)
+                    dk, dv = dkdv_step(
+                        dk, dv, q, do, k, v, start + shift + tl.arange(0, BN), s, lse2, delta, k_time, q_times_ptr, q0,
+                        Lq, Lk, masked, scale_log2, window, position_ptr, time_ptr, bounds_ptr, head, H, P, N,
+                        CAUSAL, WINDOW, POSITION, TIME, STEPS, FOLD, DTYPE, PRECISION,
+                    )  # fmt: skip
+            else:
+                begin = lo // SHORT
+                blocks = tl.maximum(tl.cdiv(tl.maximum(hi, 0), SHORT) - begin, 0)
+                for step in tl.range(GROUP * blocks, num_stages=1):
+                    head, block = member_of(step, shared, begin, blocks, GROUP)
+                    start = block * SHORT
+                    i = start + tl.arange(0, SHORT)
+                    q = load_some_rows(q_ptr, q0 + start, Lq - start, QS8, head, SHORT, D)
+                    do = load_some_rows(do_ptr, q0 + start, Lq - start, GS8, head, SHORT, E)
+                    stat = stats_ptr + head.to(tl.int64) * TS + stats_row(q0, sample) + i
+                    lse2 = tl.load(stat, mask=i < Lq, other=float("inf"))
+                    delta = tl.load(stat + tl.cast(H, tl.int64) * TS, mask=i < Lq, other=0.0)
+                    dk, dv = dkdv_step(
+                        dk, dv, q, do, k, v, i + shift, s, lse2, delta, k_time, q_times_ptr, q0, Lq, Lk, True,
+                        scale_log2, window, position_ptr, time_ptr, bounds_ptr, head, H, P, N,
+                        CAUSAL, WINDOW, POSITION, TIME, STEPS, FOLD, DTYPE, PRECISION,
+                    )  # fmt: skip
             first, _, _, k0, Lk, _ = read_entry(schedule_ptr, skipped + anchored(rank) // (heads * SUB))  # not kept
             first += rank % (heads * SUB) // heads * BM
             store_some_rows(dk_ptr, dk * scale, k0 + first, Lk - first, heads, shared, BM, D)
             store_some_rows(dv_ptr, dv, k0 + first, Lk - first, heads, shared, BM, E)
 
 
-def dq_config(dtype: torch.dtype, dim: int, value_dim: int, tables: bool) -> Config:
-    """A function of dtype, width and whether tables have gradients, alone.
+def dq_config(dtype: torch.dtype, width: int, tables: bool) -> Config:
+    """A function of dtype, width and whether there are tables, alone.
 
     As for `jagged.forward_config`, two programs of one warpgroup share a multiprocessor; dQ, S and dP of 64 queries
     take its registers.
     """
-    if dtype == torch.float32 or tables:
-        return Config(rows=64, block=32, warps=4, stages=1)
-    if max(dim, value_dim) > 128:
-        return Config(rows=64, block=32, warps=4, stages=2)
-    return Config(rows=64, block=64, warps=4, stages=2)
-
-
-def dkdv_config(dtype: torch.dtype, dim: int, value_dim: int) -> Config:
-    """A function of dtype and width alone. dK, dV, S and dP of 64 keys take the registers of one warpgroup."""
     if dtype == torch.float32:
-        return Config(rows=64, block=32, warps=4, stages=1)
-    if max(dim, value_dim) > 128:
+        return FP32_CONFIG
+    if tables:  # a second stage would also keep what is looked up by time in flight, in registers
+        return Config(rows=64, block=32, warps=8, stages=1)
+    return Config(rows=64, block=64 if width <= 128 else 32, warps=4, stages=2)
+
+
+def dkdv_config(dtype: torch.dtype, width: int, plain: bool, tables: bool) -> Config:
+    """A function of dtype, width and features alone. dK, dV, S and dP of 64 keys take the registers of a warpgroup.
+
+    `plain`: neither masks nor heads that share keys, whose bookkeeping leaves room for 64 queries a step.
+    """
+    if dtype == torch.float32:
+        return FP32_CONFIG
+    if tables:
         return Config(rows=64, block=32, warps=8, stages=2)
-    return Config(rows=64, block=64, warps=4, stages=2)
+    if width > 128:
+        return Config(rows=64, block=32, warps=8, stages=2)
+    return Config(rows=64, block=64 if plain else 32, warps=4, stages=2)
 
 
 def backward(
@@ -345,9 +369,12 @@ def backward(
         widened(q), widened(k), widened(v), q_offsets, k_offsets, max_q, max_k, bias, schedule, **options
     )
     do, o = Operand.of(widened(grad_out)), Operand.of(widened(out))
-    tables = "b" in wanted and (problem.flags["POSITION"] or problem.flags["TIME"])
-    widths = problem.q.x.shape[2], problem.v.x.shape[2]
-    configs = configs or (dq_config(q.dtype, *widths, tables), dkdv_config(q.dtype, *widths))
+    tables = "b" in wanted and problem.has_bias
+    width, masked = max(problem.q.x.shape[2], problem.v.x.shape[2]), causal or window is not None
+    configs = configs or (
+        dq_config(q.dtype, width, problem.has_bias),
+        dkdv_config(q.dtype, width, not masked and problem.groups == 1, problem.has_bias),
+    )
     stats = Stats.of(problem, q_offsets.numel() - 1, configs[1].block)
     dq = _like(problem.q) if "q" in wanted else nothing
     tables_of = Tables.of(bias, do.x, problem.v.x, max_k) if tables and bias is not None else Tables()

@@ -56,6 +56,10 @@ class Config:
         }  # fmt: skip
 
 
+FP32_CONFIG = Config(rows=32, block=32, warps=4, stages=1)
+"""Products of fp32 take three of tf32 and their operands' halves live in registers: small tiles, no speed meant."""
+
+
 @lru_cache(maxsize=64)
 def processors(device: int | None) -> tuple[int, bool]:
     """Multiprocessors of a GPU, and whether it has TMA; the CPU, where kernels are interpreted, passes for a Hopper."""
@@ -120,6 +124,11 @@ class Problem:
         return x.dtype != torch.float32 and self.k.x.numel() > 0 and processors(x.device.index)[1]
 
     @property
+    def has_bias(self) -> bool:
+        """Some table is added to the scores."""
+        return self.flags["POSITION"] or self.flags["TIME"]
+
+    @property
     def groups(self) -> int:
         """Heads of q that share one of k and v."""
         return self.q.x.shape[1] // self.k.x.shape[1]
@@ -130,7 +139,7 @@ class Problem:
         dtype = self.q.x.dtype
         return {
             "CAUSAL": self.causal, "WINDOW": self.window is not None, **self.flags,
-            "FOLD": self.scale > 0 and not (self.flags["POSITION"] or self.flags["TIME"]),
+            "FOLD": self.scale > 0 and not self.has_bias,
             "D": self.q.x.shape[2], "E": self.v.x.shape[2], "TMA": self.tma, "DTYPE": DTYPES[dtype],
             "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32", "enable_fp_fusion": True,
         }  # fmt: skip
