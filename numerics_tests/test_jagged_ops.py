@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from mxfp8_recipe.autograd import AttentionConfig
+from mxfp8_recipe.backends import jagged as ops
 from mxfp8_recipe.backends.offsets import WATCH
 from mxfp8_recipe.functional import (
     JaggedBias,
@@ -350,6 +351,20 @@ def test_offsets_of_both_integer_types_and_of_inference_mode() -> None:
     assert same_bits(softmax(t), softmax(wide))
     with torch.inference_mode():
         assert same_bits(softmax(tensors(SELF)), softmax(t))
+
+
+def test_a_traced_schedule_has_the_shape_of_a_built_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = pytest.importorskip("mxfp8_recipe.fused.attention.schedule")
+    monkeypatch.setattr(ops, "select", lambda device: "hopper")
+    for lengths in ((), (0, 0), (1,), (33, 0, 5, 40), (300, 129, 1), (1,) * 200):
+        offsets, total = offsets_of(lengths), sum(lengths)
+        for q_offsets in (offsets, None):
+            args = (q_offsets, offsets, total, total, 300, 300)
+            built = schedule.build(*args)
+            assert ops._schedule_fake(*args, False, None, "auto").shape == built.shape
+            if q_offsets is not None:
+                found = jagged_schedule(offsets, offsets, 300, 300, total_q=total, total_k=total)
+                assert torch.equal(found, built)
 
 
 def test_the_ops_run_on_the_kernels() -> None:

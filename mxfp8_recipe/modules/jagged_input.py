@@ -63,8 +63,7 @@ def packed(x: Any, offsets: Tensor | None, max_length: int | None, where: str) -
             f"{where}: got {got}, expected (T, width) with offsets, a jagged nested tensor or (B, L, width)"
         )
     if max_length is None:
-        if offsets.device.type != "cpu":
-            raise ValueError(f"{where}: got no maximum length, expected an int; finding it would wait for the GPU")
+        _refuse_to_wait(offsets, where)
         max_length = int(offsets.diff().max()) if offsets.numel() > 1 else 0
     return Packed(x, offsets, max_length, "packed")
 
@@ -77,5 +76,13 @@ def _nested(x: Any, offsets: Tensor | None, max_length: int | None, where: str) 
             f"{where}: got a nested tensor of {x.dim()} dims, layout {x.layout}, expected layout=torch.jagged, "
             "(B, j, width), without holes between samples"
         )
-    longest = x._get_max_seqlen() if max_length is None else max_length
+    longest = x._maybe_max_seqlen if max_length is None else max_length
+    if longest is None:
+        _refuse_to_wait(x.offsets(), where)
+        longest = x._get_max_seqlen()
     return Packed(x.values(), x.offsets(), longest, "nested")
+
+
+def _refuse_to_wait(offsets: Tensor, where: str) -> None:
+    if offsets.device.type != "cpu":
+        raise ValueError(f"{where}: got no maximum length, expected an int; finding it would wait for the GPU")
