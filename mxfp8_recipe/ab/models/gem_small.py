@@ -72,9 +72,10 @@ class HistoryTower(nn.Module):
             events = block(events, history)
         events = self.norm(events)
         pooled = self.pool(events, history.offsets, history.max_length)
-        asked = {"context_offsets": history.offsets, "max_context": history.max_length}
-        about_candidate = self.cross(self.candidate_norm(candidate)[:, None], events, **asked)
-        return torch.cat([pooled, about_candidate], dim=1)
+        one_each = torch.arange(candidate.shape[0] + 1, device=candidate.device)
+        asking, asked = self.candidate_norm(candidate), (history.offsets, 1, history.max_length)
+        about_candidate = self.cross(asking, events, one_each, *asked)
+        return torch.cat([pooled, about_candidate[:, None]], dim=1)
 
 
 class LowRankFM(nn.Module):
