@@ -129,6 +129,8 @@ def gdpa_forward_kernel(
             out = tl.zeros((BM, E), tl.float32)
             last = tl.minimum(first + BM, Lq)
             lo, hi = keys_seen(first, last, shift, Lk, window, CAUSAL, WINDOW)
+            if SUB > 1:
+                hi = tl.where(first < Lq, hi, 0)  # the second half of a tile may be empty
             if Lk >= BN:
                 for block in tl.range(lo // BN, tl.cdiv(tl.maximum(hi, 0), BN), num_stages=STAGES):
                     start = block_start(block, Lk, BN)

@@ -119,6 +119,8 @@ def gdpa_dq_kernel(
             dq = tl.zeros((BM, D), tl.float32)
             last = tl.minimum(first + BM, Lq)
             lo, hi = keys_seen(first, last, shift, Lk, window, CAUSAL, WINDOW)
+            if SUB > 1:
+                hi = tl.where(first < Lq, hi, 0)  # the second half of a tile may be empty
             if Lk >= BN:
                 for block in tl.range(lo // BN, tl.cdiv(tl.maximum(hi, 0), BN), num_stages=STAGES):
                     start = block_start(block, Lk, BN)
@@ -216,6 +218,8 @@ def gdpa_dkdv_kernel(
             dv = tl.zeros((BM, E), tl.float32)
             last = tl.minimum(first + BM, Lk)
             lo, hi = queries_seeing(first, last, shift, Lq, window, CAUSAL, WINDOW)
+            if SUB > 1:
+                hi = tl.where(first < Lk, hi, 0)
             if Lq >= BN:
                 for block in tl.range(lo // BN, tl.cdiv(tl.maximum(hi, 0), BN), num_stages=STAGES):
                     start = block_start(block, Lq, BN)
