@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 MOST_ADDRESSES = 256
+_STREAM = 3
+"""Place of the stream among the launcher's arguments, after the grid."""
 _WRAPPER = {"launcher", "tensordesc_indices", "tensordesc_meta"}
 
 
@@ -27,16 +29,17 @@ class Direct:
         addresses: list[tuple[int, int, int]], maps: list[tuple[int, int, int, Callable[[int], Any]]],
     ) -> None:  # fmt: skip
         run = compiled.run
-        self.raw, self.args, self.addresses = raw, args, tuple(addresses)
-        self.maps = tuple((*place, {}) for place in maps)
-        self.grid = (*grid, 1, 1)[:3]
-        self.head = (
-            compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata,
-            None, None, None,
-        )  # fmt: skip
+        head = [
+            *(*grid, 1, 1)[:3], None, compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None,
+            compiled.packed_metadata, None, None, None,
+        ]  # fmt: skip
+        self.raw, self.args = raw, [*head, *args]
+        self.addresses = tuple((len(head) + i, slot, offset) for i, slot, offset in addresses)
+        self.maps = tuple((len(head) + i, *place, {}) for i, *place in maps)
 
     def __call__(self, base: Sequence[int], stream: int) -> None:
         args = self.args.copy()
+        args[_STREAM] = stream
         for i, slot, offset in self.addresses:
             args[i] = base[slot] + offset
         for i, slot, offset, encode, known in self.maps:
@@ -47,7 +50,7 @@ class Direct:
                     known.clear()
                 found = known[address] = encode(address)
             args[i] = found
-        self.raw(*self.grid, stream, *self.head, *args)
+        self.raw(*args)
 
 
 def direct(

@@ -109,23 +109,23 @@ class Tape:
     Slots are numbered: the inputs, then what is allocated for outputs, then the workspace that holds the rest.
 
     Attributes:
-        made: of each allocated output the shape and dtype, and columns where it is those of padded rows, else 0.
+        made: of each allocated output shape, strides and dtype, and columns where it is those of padded rows, else 0.
         workspace: bytes of everything else.
         outputs: the slot of each output, None for None.
     """
 
-    made: tuple[tuple[torch.Size, torch.dtype, int], ...]
+    made: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int], ...]
     workspace: int
     outputs: tuple[int | None, ...]
     launches: tuple[Launch, ...]
 
     def play(self, inputs: Sequence[Tensor | None], device: torch.device) -> tuple[Tensor | None, ...]:
-        tensors = [*inputs, *[torch.empty(shape, dtype=dtype, device=device) for shape, dtype, _ in self.made]]
-        for i, (_, _, columns) in enumerate(self.made, len(inputs)):
-            if columns:
-                tensors[i] = tensors[i][:, :columns]
+        tensors = [*inputs]
+        for shape, strides, dtype, columns in self.made:
+            out = torch.empty_strided(shape, strides, dtype=dtype, device=device)  # a third less time than `empty`
+            tensors.append(out[:, :columns] if columns else out)
         if self.workspace:
-            tensors.append(torch.empty(self.workspace, dtype=torch.uint8, device=device))
+            tensors.append(torch.empty_strided((self.workspace,), (1,), dtype=torch.uint8, device=device))
         base = [0 if t is None else t.data_ptr() for t in tensors]
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         for launch in self.launches:
@@ -157,7 +157,9 @@ class Replayed:
         device = None if torch.compiler.is_compiling() else _device(tensors)
         if device is None:
             return self.fn(*tensors, *constants)
-        key = (device, constants, *[None if t is None else _kind(t) for t in tensors])
+        key = (device, constants, *[
+            None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNMENT == 0) for t in tensors
+        ])  # fmt: skip
         tape = self.tapes.get(key, self)
         if tape is None:
             return self.fn(*tensors, *constants)
@@ -182,10 +184,6 @@ def _device(tensors: tuple[Tensor | None, ...]) -> torch.device | None:
     if device is None or device.type != "cuda" or device.index != torch.cuda.current_device():
         return None
     return device
-
-
-def _kind(t: Tensor) -> tuple[Any, ...]:
-    return t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNMENT == 0
 
 
 def record(
@@ -226,15 +224,15 @@ def _tape(inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...],
     return Tape(tuple(made), size, tuple(None if t is None else ids[id(t)] for t in outputs), tuple(launches))  # pyright: ignore[reportArgumentType]
 
 
-def _output(out: Tensor, seen: Record) -> tuple[torch.Size, torch.dtype, int] | None:
+def _output(out: Tensor, seen: Record) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int] | None:
     """What was allocated for an output, as `Tape.made` has it; None for anything but a whole or the start of rows."""
     for t in seen.allocated:
         same = t is out or (t.data_ptr() == out.data_ptr() and t.dtype == out.dtype)
         if same and t.shape == out.shape and out.is_contiguous():
-            return t.shape, t.dtype, 0
+            return tuple(t.shape), t.stride(), t.dtype, 0
         padded = same and t.is_contiguous() and t.dim() == out.dim() == 2 and t.stride() == out.stride()
         if padded and t.shape[0] == out.shape[0] and 0 < out.shape[1] < t.shape[1]:
-            return t.shape, t.dtype, out.shape[1]
+            return tuple(t.shape), t.stride(), t.dtype, out.shape[1]
     return None
 
 

@@ -126,13 +126,14 @@ def linear_forward(
 
     `multiply` takes the arguments of `fprop` and stands for it where its GEMM has another epilogue.
     """
-    needs_input, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
+    needs_input, _, _, _, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     tensors, wanted = (rows(input), *given, weight, bias, seed), (needs_input, needs_weight, config)
     if multiply is None:
         out, *saved = _forward(tensors, wanted)
         assert out is not None
-        ctx.gradient_spec = wanted_gradient(config, needs_input, needs_weight, ctx.needs_input_grad[6])
-        out = shaped(out, (*input.shape[:-1], weight.shape[0]))
+        ctx.gradient_spec = wanted_gradient(config, needs_input, needs_weight, needs_bias)
+        if input.dim() != 2:
+            out = shaped(out, (*input.shape[:-1], weight.shape[0]))
     else:
         x_q, w_q, saved = _quantized(*tensors[:6], seed, *wanted)
         out = multiply(tensors[0], x_q, weight, w_q, bias, config)
@@ -174,7 +175,7 @@ def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     refuse_second_order()
     saved = ctx.saved_tensors
     config: LinearConfig = ctx.config
-    needs_input, (needs_weight, needs_bias) = ctx.needs_input_grad[0], ctx.needs_input_grad[5:7]
+    needs_input, _, _, _, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     if isinstance(grad_output, MXGradient):
         grad, grad_q, total = receive(ctx, grad_output, needs_input, needs_weight, needs_bias, saved[4], config)
         x, x_scale, w, w_scale, _ = saved
@@ -183,7 +184,9 @@ def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         grad = rows(grad_output)
         grad_input, grad_weight, total = _backward((grad, *saved), (needs_input, needs_weight, needs_bias, config))
     if grad_input is not None:
-        grad_input = shaped(grad_input, ctx.input_shape).to(ctx.input_dtype)
+        grad_input = shaped(grad_input, ctx.input_shape)
+        if grad_input.dtype != ctx.input_dtype:
+            grad_input = grad_input.to(ctx.input_dtype)
     grad_bias = bias_grad(grad, total, ctx.bias_dtype) if needs_bias else None
     return grad_input, None, None, None, None, grad_weight, grad_bias, None, None
 

@@ -13,8 +13,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply`, whose annotations say nothing of what it returns."""
-    return function.apply(*args)
+    """`function.apply`, whose annotations say nothing of what it returns.
+
+    Outside of compiled code and of `torch.func` it is the one in C, which the one in Python calls after it has looked
+    for either.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -24,6 +30,8 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def compute_dtype(x: Tensor | Traveling, dtype: torch.dtype | None = None) -> torch.dtype:
     """The dtype a matrix multiplication of `x` would run in here: autocast's if it is on, else that of `x`."""
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+        return dtype or x.dtype
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if autocast_on(kind) else dtype or x.dtype
 
