@@ -156,6 +156,12 @@ def test_grouped_heads_equal_repeated_ones() -> None:
         torch.testing.assert_close(ours, theirs.unflatten(1, (2, 2)).sum(2), rtol=1e-5, atol=1e-6)
 
 
+def test_second_derivatives_are_refused() -> None:
+    q, k, v, _ = heads(1, 1, 40, 32)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(mxfp8_attention(q, k, v, config=MX).sum(), q, create_graph=True)
+
+
 def test_leading_dims_and_strides() -> None:
     q, k, v, _ = heads(2, 3, 40, 32)
     out = mxfp8_attention(q, k, v, config=MX)

@@ -293,6 +293,14 @@ def test_autocast_computes_in_its_dtype(family: str, chosen: AttentionConfig | N
     assert all(g.dtype is torch.float32 for g in grads)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_second_derivatives_are_refused(family: str) -> None:
+    t = tensors(SELF)
+    leaves(t)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(FAMILIES[family](t).sum(), t.q, create_graph=True)
+
+
 def test_without_gradients_nothing_is_quantized_for_backward() -> None:
     t = tensors(SELF)
     leaves(t)

@@ -30,7 +30,7 @@ from ..fused.attention.gemms import GRAD_STREAM, KEY_STREAM, QUERY_STREAM, VALUE
 from ..fused.attention.reference import transposed
 from ..fused.attention.spec import GEMMS, AttentionSpec
 from ..fused.spec import QuantSpec
-from .linear import LinearConfig
+from .linear import LinearConfig, refuse_second_order
 
 Quantized = tuple[Tensor, Tensor]
 """`(qdata, scale)`, contraction last; empty where the GEMM runs in high precision or is not wanted."""
@@ -189,6 +189,7 @@ class MXFP8AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order()
         query, key, value, lse, mask, seed, *saved = ctx.saved_tensors
         config: AttentionConfig = ctx.config
         needs_q, needs_k, needs_v, needs_m = ctx.needs_input_grad[:4]

@@ -99,6 +99,15 @@ class _Quantizer:
         return [*saved[:6], *self.both(grad, *layout, row, col, GRAD_STREAM), *saved[6:]]
 
 
+def _refuse_second_order() -> None:
+    """Raise in a backward that records itself, whose terms would go missing silently."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "attention on jagged batches has no second derivatives (create_graph=True); pad the batch and use "
+            "F.scaled_dot_product_attention where they are taken"
+        )
+
+
 def _wanted(names: str, needs: Sequence[bool]) -> str:
     return "".join(name for name, needed in zip(names, needs) if needed)
 
@@ -169,6 +178,7 @@ class JaggedAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_order()
         q, k, v, q_offsets, k_offsets, *rest = ctx.saved_tensors
         bias, (schedule, seed), rest = rest[:5], rest[5:7], rest[7:]
         kept, saved = rest[: ctx.kept], rest[ctx.kept :]
@@ -223,6 +233,7 @@ class BlockAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_order()
         q, k, v, offsets, seed, *saved = ctx.saved_tensors
         needs, options = ctx.needs_input_grad[:3], ctx.options
         quantizer, grad = _Quantizer(ctx.config, seed, options.block), grads[0].contiguous()
