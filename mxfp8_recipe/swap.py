@@ -36,7 +36,7 @@ def carry_out(model: nn.Module, plan: Plan, strict: bool) -> None:
     for layer in plan.converted:
         assert layer.implementation is not None
         config = layer_config(layer, plan)
-        swap_class(modules[layer.fqn], layer.implementation, shared.setdefault(config, config))
+        swap_class(modules[layer.fqn], layer.implementation, shared.setdefault(config, config), layer.fqn)
     disable_fast_paths(model)
     model.__dict__[PLAN] = plan
     model.register_state_dict_post_hook(_record_fingerprint)
@@ -50,7 +50,7 @@ def connect(model: nn.Module, plan: Plan, strict: bool) -> None:
     for layer in plan.converted:
         if layer.found_by_recording and not is_swapped(modules[layer.fqn]):
             assert layer.implementation is not None
-            swap_class(modules[layer.fqn], layer.implementation, layer_config(layer, plan))
+            swap_class(modules[layer.fqn], layer.implementation, layer_config(layer, plan), layer.fqn)
     for edge in plan.edges:
         if not edge.fused:
             continue

@@ -423,6 +423,34 @@ def test_planning_touches_nothing() -> None:
     assert pickle.dumps(model) == before
 
 
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: nn.Sequential(nn.Identity(), nn.Sequential(nn.Linear(64, 64))), "1.0"),
+        (lambda: nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)), "0"),
+        (lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), "0"),
+        (lambda: nn.Linear(64, 64), "mxfp8_linear"),
+        (lambda: nn.TransformerEncoderLayer(64, 2, 64, batch_first=True), r"self_attn\.in_proj"),
+    ],
+    ids=["linear", "norm", "activation", "root", "attention"],
+)
+def test_a_model_converted_later_names_the_layer(make, name: str) -> None:
+    """`double` after `apply_recipe` has no MXFP8; `float` and `bfloat16` have, where the input goes along."""
+    x = torch.randn(2, 32, 64)
+    model = make()
+    apply_recipe(model, example_inputs=x)
+    with pytest.raises(TypeError, match=rf"^{name}: got .*float64, expected float32.*convert the model to one of them"):
+        model.double()(x.double())
+    assert model.float()(x).isfinite().all()
+    with pytest.raises(TypeError, match=r"got input torch.float32 and weight torch.bfloat16.*cast the input") as caught:
+        model.bfloat16()(x)
+    assert "mxfp8_linear" not in str(caught.value) or name == "mxfp8_linear"
+    assert model(x.bfloat16()).isfinite().all()
+    revert(model)
+    assert model.double()(x.double()).dtype is torch.float64
+    assert "mxfp8_name" not in {key for module in model.modules() for key in vars(module)}
+
+
 @pytest.mark.parametrize("width", [60, 80])
 def test_a_report_in_a_narrow_terminal_breaks_no_word(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64), nn.Linear(64, 10))

@@ -36,6 +36,12 @@ def compute_dtype(x: Tensor | Traveling, dtype: torch.dtype | None = None) -> to
     return torch.get_autocast_dtype(kind) if autocast_on(kind) else dtype or x.dtype
 
 
+def layer_name(owner: Any, part: str, otherwise: str) -> str:
+    """The FQN of a swapped module, or of a part of it, for an error; `otherwise` where it has none."""
+    name = "" if owner is None else owner.__dict__.get("mxfp8_name", "")
+    return ".".join(filter(None, (name, part))) or otherwise
+
+
 def autocast_on(kind: str) -> bool:
     """Whether autocast is on for a device type."""
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

@@ -82,7 +82,7 @@ def mxfp8_awaited_linear(
         A value that stands for (..., out_features) in the compute dtype.
     """
     dtype = compute_dtype(input)
-    check_linear(input, weight, bias, dtype)
+    check_linear(input, weight, bias, dtype, owner)
     carrier = weight.new_full((), float("nan"), dtype=dtype).expand(*input.shape[:-1], weight.shape[0])
     trained = any(t is not None and t.requires_grad for t in (input, weight, bias))
     versions = versions_of(input)
@@ -182,7 +182,7 @@ def mxfp8_activated_linear(
         (..., out_features) in the compute dtype: z itself for whoever reads it, and for the activation that the edge
         names a value that is quantized already.
     """
-    z, qdata, scale = multiply(input, weight, bias, config, edge.steps)
+    z, qdata, scale = multiply(input, weight, bias, config, edge.steps, owner=owner)
     tell(LinearCall(owner, "", input, weight, z, config, z.dtype))
     kind, rowwise = activation_of(edge.steps)
     ready = Ready(kind, rowwise, z.dtype, qdata, scale, versions_of(z))

@@ -19,7 +19,7 @@ from ..autograd import (
 )
 from ..mx_heads import Heads
 from ..mx_tensor import Edge, MXTensor, Pending, Traveling, computed_from
-from .common import DTYPES, apply, autocast_on, cast, compute_dtype, draw_seed
+from .common import DTYPES, apply, autocast_on, cast, compute_dtype, draw_seed, layer_name
 from .listening import LinearCall, listener
 
 
@@ -48,7 +48,7 @@ def mxfp8_linear(
     Raises:
         ValueError: shapes that do not fit. TypeError: dtypes that `F.linear` would refuse too.
     """
-    output = multiply(input, weight, bias, config)
+    output = multiply(input, weight, bias, config, owner=owner, part=part)
     if listener() is not None:
         tell(LinearCall(owner, part, input, weight, output, config, output.dtype))
     return output
@@ -68,10 +68,13 @@ def multiply(
     config: LinearConfig,
     steps: str = "",
     residual: Tensor | None = None,
+    *,
+    owner: Any = None,
+    part: str = "",
 ) -> Any:
     """The linear itself; with steps in its epilogue what `EpilogueLinearFunction` returns."""
     dtype = compute_dtype(input)
-    check_linear(input, weight, bias, dtype)
+    check_linear(input, weight, bias, dtype, owner, part)
     weight = cast(weight, dtype)
     if not torch.is_grad_enabled():
         weight = weight.detach()  # a Function sees requires_grad alone, and would quantize the input for wgrad
@@ -116,20 +119,30 @@ def fits(input: MXTensor, dtype: torch.dtype, config: LinearConfig, weight: Tens
     return colwise in ("", input.colwise) if config.wgrad[1] else input.has_high
 
 
-def check_linear(input: Tensor | Traveling, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+def check_linear(
+    input: Tensor | Traveling,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    owner: Any = None,
+    part: str = "",
+) -> None:
     """Raise what `F.linear` would raise for these, and TypeError for a compute dtype that no kernel has."""
     if input.dim() == 0 or weight.dim() != 2 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"mxfp8_linear: got input {tuple(input.shape)} and weight {tuple(weight.shape)}, expected "
-            "(..., in_features) and (out_features, in_features)"
+            f"{layer_name(owner, part, 'mxfp8_linear')}: got input {tuple(input.shape)} and weight "
+            f"{tuple(weight.shape)}, expected (..., in_features) and (out_features, in_features)"
         )
     if weight.dtype != input.dtype and not autocast_on(input.device.type):
         raise TypeError(
-            f"mxfp8_linear: got input {input.dtype} and weight {weight.dtype}, expected one dtype; "
-            "cast the input or run under torch.autocast"
+            f"{layer_name(owner, part, 'mxfp8_linear')}: got input {input.dtype} and weight {weight.dtype}, "
+            "expected one dtype; cast the input or run under torch.autocast"
         )
     if dtype not in DTYPES:
-        raise TypeError(f"mxfp8_linear: got compute dtype {dtype}, expected float32, bfloat16 or float16")
+        raise TypeError(
+            f"{layer_name(owner, part, 'mxfp8_linear')}: got compute dtype {dtype}, expected float32, bfloat16 or "
+            "float16; convert the model to one of them, or revert(model) before it is converted"
+        )
 
 
 def mxfp8_projection(
@@ -156,7 +169,7 @@ def mxfp8_projection(
     dtype = compute_dtype(input)
     if not edge.fused or input.dim() != 3 or config.stochastic:
         return None
-    check_linear(input, weight, bias, dtype)
+    check_linear(input, weight, bias, dtype, owner, part)
     given_weight = weight
     weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     given: tuple[Tensor | None, ...] = (None, None, None, None)

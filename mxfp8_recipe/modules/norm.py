@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..autograd import NormConfig
 from ..functional import mxfp8_norm
+from ..functional.common import DTYPES, layer_name
 from ..mx_tensor import edge_of
 
 
@@ -47,6 +48,11 @@ class MXFP8Norm(nn.Module):
         weight = getattr(self, config.weight) if config.weight else None
         bias = getattr(self, config.bias) if config.bias else None
         dtype = _dtype(input, weight, config)
+        if dtype not in DTYPES:
+            raise TypeError(
+                f"{layer_name(self, '', type(self).__name__)}: got {dtype}, expected float32, bfloat16 or float16; "
+                "convert the model to one of them, or revert(model) before it is converted"
+            )
         if weight is not None and config.weight_offset:
             weight = weight.float() + config.weight_offset  # near 1, half precision would lose the stored digits
         return mxfp8_norm(input, weight, bias, config=config.norm, dtype=dtype, edge=edge_of(self))

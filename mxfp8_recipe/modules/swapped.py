@@ -16,6 +16,7 @@ from torch import nn
 from ..fused.spec import QuantSpec
 
 _CONFIG = "mxfp8_config"
+_NAME = "mxfp8_name"
 _CARRIED = ("forward", "extra_repr", "original_class", "__doc__")
 
 
@@ -24,10 +25,14 @@ def is_swapped(module: nn.Module) -> bool:
     return getattr(type(module), "original_class", None) is not None and _CONFIG in module.__dict__
 
 
-def swap_class(module: nn.Module, implementation: type[nn.Module], config: Any) -> None:
-    """Make `module` an `implementation` that runs with `config`, keeping its identity and state."""
+def swap_class(module: nn.Module, implementation: type[nn.Module], config: Any, name: str = "") -> None:
+    """Make `module` an `implementation` that runs with `config`, keeping its identity and state.
+
+    `name`: FQN, for errors.
+    """
     module.__class__ = swapped_class(type(module), implementation)
     module.__dict__[_CONFIG] = config
+    module.__dict__[_NAME] = name
 
 
 def restore(module: nn.Module) -> None:
@@ -40,6 +45,7 @@ def restore(module: nn.Module) -> None:
         bases = tuple(owner.original_class if base is owner else base for base in cls.__bases__)
         cls.__bases__ = bases  # pyright: ignore[reportAttributeAccessIssue]
     del module.__dict__[_CONFIG]
+    module.__dict__.pop(_NAME, None)
 
 
 @cache
