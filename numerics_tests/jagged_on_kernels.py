@@ -8,12 +8,15 @@ import sys
 os.environ["TRITON_INTERPRET"] = "1"
 
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from mxfp8_recipe import backends
 from mxfp8_recipe.functional import JaggedBias, block_attention, generalized_attention, jagged_attention
+from mxfp8_recipe.fused.attention import block as block_kernels
+from mxfp8_recipe.fused.attention import schedule
 from numerics_tests.attention_oracle import sqnr_db
 from numerics_tests.jagged_cases import JaggedCase, JaggedTensors, tensors
 
@@ -67,8 +70,34 @@ def on_kernels(family: str) -> tuple[list[Tensor], list[str]]:
         backends.jagged.resolve, backends.jagged.select = resolve, select
 
 
+WRONG = ([0, 50, 40, 60, 78], [1, 7, 19, 19, 900], [-5, 7, 19, 19, 83], [0, 83, 0, 83, 0], [900, 901, 2000, 3, -7])
+"""Offsets of four samples of 83 rows, each wrong in another way: before anybody knows, kernels run on them."""
+
+
+def check_wrong_offsets() -> None:
+    """Tiles lie within the rows there are, lists within their length, and block attention writes no other row."""
+    heads = (100, 1, 32)  # 17 rows beside the batch
+    q, k, v = (torch.randn(heads, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3))
+    for wrong in WRONG:
+        offsets = torch.tensor(wrong, dtype=torch.int32)
+        nq, nk = schedule.lengths_of_lists(83, 83, 4)
+        lists = schedule._on_device(offsets, offsets, 83, 83, nq, nk, 83, 83, False, None)
+        count_q, count_k = lists[0, :2].tolist()
+        assert count_q <= nq
+        assert count_k <= nk
+        for _, q0, lq, k0, lk, *_ in lists[1 : 1 + count_q].tolist() + lists[1 + nq : 1 + nq + count_k].tolist():
+            assert 0 <= q0 <= q0 + lq <= 83
+            assert 0 <= k0 <= k0 + lk <= 83
+        guarded = torch.full((183, 1, 32), 7.0, dtype=torch.bfloat16)
+        with mock.patch.object(block_kernels.torch, "empty", return_value=guarded[50:133]):
+            block_kernels.forward(q[:83], k[:83], v[:83], offsets, 83, scale=0.2)
+        assert bool((guarded[:50] == 7).all())
+        assert bool((guarded[133:] == 7).all())
+
+
 def main() -> None:
     """What both backends give differs by bf16 rounding: measured 52 dB or more."""
+    check_wrong_offsets()
     for family in sys.argv[1:]:
         expected, (actual, reached) = run(family), on_kernels(family)
         assert any(op.endswith("forward") for op in reached)
