@@ -159,6 +159,8 @@ def _pair(
     calls = finder.recording.calls(edge.producer)
     if "gated" not in choice.steps or not rowwise or len(calls) != 1:
         return []
+    if QuantSpec.decode(rowwise).tile[1] > choice.pair_along:
+        return []
     made, kind = finder.maker(calls[0].inputs[0]) if edge.kind == "gated" else calls[0], ""
     act = calls[0] if edge.kind == "gated" else _only_reader(finder, calls[0])
     if edge.kind == "gated":

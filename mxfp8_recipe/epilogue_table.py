@@ -23,19 +23,32 @@ class Choice:
         is_gemm: the kernel with an epilogue sums as the one without does. Where it does not, moving a layer from one to
             the other changes its bits, so only a recording made before the first step may plan it.
         rows_alone: its MXFP8 out is in tiles of one row.
+        pair_along: features under one scale, at most, in the MXFP8 out of a gated pair.
+        missing: why the other steps are kernels of their own.
     """
 
     steps: frozenset[str] = frozenset()
     why: str
     is_gemm: bool = True
     rows_alone: bool = False
+    pair_along: int = 128
+    missing: str = ""
 
 
+_DOT_SCALED = Choice(
+    steps=frozenset({"activation", "residual", "gated"}),
+    why="predicted, never measured: each saves a pass over memory (docs/blackwell.md)",
+    is_gemm=False,
+    rows_alone=True,
+    pair_along=32,
+    missing="it has no kernel for the derivative of an activation, for tiles of several rows, and for gated pairs in "
+    "tiles of 128",
+)
 CHOICES = {
     "reference": Choice(steps=frozenset(STEPS), why="plain torch: an epilogue is its steps one by one, at no gain"),
     "hopper": Choice(why="no measurement on this GPU is recorded yet that shows an epilogue to be faster"),
-    "blackwell": Choice(why="its layers go to cuBLAS, which has none", is_gemm=False, rows_alone=True),
-    "triton": Choice(why="no kernel"),
+    "blackwell": _DOT_SCALED,
+    "triton": _DOT_SCALED,
 }
 
 

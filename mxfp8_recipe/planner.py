@@ -18,7 +18,7 @@ from .config import BF16, LinearPrecision, Override, Recipe
 from .costs import DEFAULT_TOKENS, Cost, linear_cost
 from .edges import Consumer, EdgeFinder, EdgePlan
 from .epilogue_edges import EpiloguePlan, find_epilogues
-from .epilogue_table import STEPS, epilogue_choice
+from .epilogue_table import STEPS, Choice, epilogue_choice
 from .fused.attention.spec import GEMMS
 from .fused.spec import BLOCK
 from .modules import JaggedAttention, MXFP8JaggedAttention, SDPAOwner, is_swapped
@@ -120,9 +120,13 @@ def _epilogues(
     """The steps that GEMMs take into their epilogue, and why none do where some could."""
     choice = epilogue_choice(plan.backend)
     activations = {layer.fqn: layer.module_config for layer in plan.converted if layer.kind == "activation"}
-    possible = find_epilogues(finder, edges, activations, replace(choice, steps=frozenset(STEPS)))
+    everything = Choice(steps=frozenset(STEPS), why="")
+    possible = find_epilogues(finder, edges, activations, everything)
     if choice.steps and (choice.is_gemm or source == "example_inputs"):
-        return find_epilogues(finder, edges, activations, choice), ()
+        found = find_epilogues(finder, edges, activations, choice)
+        rest = len(possible) - len(found)
+        note = f"Backend {plan.backend} leaves the steps after {rest} GEMMs to other kernels: {choice.missing}."
+        return found, (note,) if rest else ()
     why = f"{choice.why}; {len(possible)} GEMMs could have steps in theirs"
     if choice.steps:
         why = "they change the order of sums, so they are planned only from example_inputs, before the first step"

@@ -10,7 +10,7 @@ import torch
 
 from mxfp8_recipe.fused import activation_quantize, reference
 from mxfp8_recipe.fused.gemm import blackwell
-from mxfp8_recipe.fused.gemm.epilogue import Epilogue, finish, gemm_epilogue
+from mxfp8_recipe.fused.gemm.epilogue import Epilogue, Rope, Rotation, finish, gemm_epilogue, interleave, rotate
 from mxfp8_recipe.fused.scale_layout import swizzle_scale
 from mxfp8_recipe.fused.spec import QuantSpec
 
@@ -66,6 +66,56 @@ def check(m, n, k, epilogue: Epilogue, *, dtype=BF16, bias=False, residual=False
     assert epilogue.rowwise is None or out.qdata.any(), "nothing was quantized"
 
 
+def check_gated(
+    m, n, k, kind: str, row: QuantSpec | None, *, bias=False, residual=False, swizzled=True, **more
+) -> None:
+    """Two interleaved weights against each alone, by the same kernel, and the steps after it on their own."""
+    what = f"{m}x{n}x{k} {kind} {row} {more}"
+    (a, sa, up, s_up), (_, _, gate, s_gate) = (operands(m, n, k) for _ in range(2))
+    group, dtype = more.get("group", 32), more.get("dtype", BF16)
+    of_gate, of_up = torch.randn(n).to(dtype), torch.randn(n).to(dtype)
+    added = interleave(of_gate, of_up, group) if bias else None
+    extra = torch.randn(m, n).to(dtype) if residual else None
+    epilogue = Epilogue(activation=kind, rowwise=row, group=group, emit_sum=True, emit_high=more.get("high", True))
+    both = interleave(gate, up, group), interleave(s_gate, s_up, group)
+    facts = {"epilogue": epilogue, "out_dtype": dtype, "swizzled": swizzled}
+    out = blackwell.gemm_epilogue(a, sa, *both, added, extra, **facts)
+    for found, w, s, one in ((out.gate, gate, s_gate, of_gate), (out.z, up, s_up, of_up)):
+        alone = blackwell.gemm_epilogue(a, sa, w, s, one if bias else None, epilogue=Epilogue(), out_dtype=dtype).y
+        assert torch.equal(found, alone), f"{what} z"
+    y = activation_quantize.activation_quantize(out.z, out.gate, kind, dtype, None, None, True)[0]
+    apart = finish(y, extra, epilogue=Epilogue(rowwise=row, emit_high=epilogue.emit_high), swizzled=swizzled)
+    assert all(map(torch.equal, (out.y, *out[3:]), (apart.y, *apart[3:]))), what
+    assert row is None or out.qdata.any(), "nothing was quantized"
+
+
+def check_apart() -> None:
+    """What the kernel does not do runs in kernels after it, with the bits of the definition after the kernel's sum."""
+    a, sa, b, sb = operands(40, 96, 64)
+    bias, residual, spec = torch.randn(96).bfloat16(), torch.randn(40, 96).bfloat16(), QuantSpec()
+    angles = torch.arange(7.0)[:, None] * torch.rand(16)
+    rotation = Rotation(angles.cos(), angles.sin(), torch.randint(0, 7, (40,)))
+    for epilogue, more, tables in (
+        (Epilogue(rowwise=QuantSpec(tile=(32, 32)), activation="relu", emit_sum=True), None, None),
+        (Epilogue(rowwise=spec, colwise=spec, activation="silu", emit_sum=True), residual, None),
+        (Epilogue(rowwise=spec, rope=Rope(head_dim=32, interleaved=True), emit_sum=True), None, rotation),
+    ):
+        assert blackwell.problem(epilogue, BF16)
+        facts = {"epilogue": epilogue, "rotation": tables, "swizzled": True, "pad_tokens": 32}
+        out = blackwell.gemm_epilogue(a, sa, b, sb, bias, more, **facts)
+        z = blackwell.gemm_epilogue(a, sa, b, sb, bias, epilogue=Epilogue()).y
+        y = z
+        if epilogue.activation:
+            y = activation_quantize.activation_quantize(z, None, epilogue.activation, BF16, None, None, True)[0]
+        if tables is not None:
+            y = rotate(z, epilogue.rope, tables)
+        expected = finish(
+            y, more, epilogue=Epilogue(rowwise=epilogue.rowwise, colwise=epilogue.colwise), swizzled=True, pad_tokens=32
+        )
+        assert torch.equal(out.z, z)
+        assert all(map(torch.equal, (out.y, *out[3:]), (expected.y, *expected[3:]))), epilogue
+
+
 def main() -> None:
     torch.manual_seed(0)
     torch.empty = poisoned
@@ -77,6 +127,13 @@ def main() -> None:
     check(130, 256, 96, Epilogue(rowwise=QuantSpec(tile=(1, 128)), activation="silu"), swizzled=False)
     check(33, 288, 64, Epilogue(rowwise=QuantSpec(elem="e5m2", scale_rounding="floor"), activation="relu2"), dtype=FP16)
     check(40, 64, 160, Epilogue(rowwise=spec, activation="gelu", emit_high=False), bias=True)
+    for m, n, k in ((5, 32, 32), (130, 160, 96), (40, 64, 160)):
+        check_gated(m, n, k, "swiglu", spec, bias=True)
+    check_gated(33, 96, 64, "geglu", spec, swizzled=False, residual=True, dtype=FP16)
+    check_gated(33, 64, 64, "reglu", QuantSpec(elem="e5m2", scale_rounding="floor"), group=8, high=False)
+    check_gated(33, 96, 64, "geglu_tanh", None)
+    check_gated(9, 64, 64, "swiglu", QuantSpec(tile=(1, 128)), bias=True)
+    check_apart()
     for tiles in itertools.product(("1x32", "32x32", "1x128", "128x128"), repeat=2):
         check(40, 64, 160, Epilogue(rowwise=spec), tiles=tiles)
     for elems in itertools.product(("e4m3", "e5m2"), repeat=2):

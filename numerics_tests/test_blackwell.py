@@ -25,13 +25,14 @@ from mxfp8_recipe import apply_recipe, backends, doctor, load_recipe, plan_recip
 from mxfp8_recipe.backends import table
 from mxfp8_recipe.fused import reference, reference_ops
 from mxfp8_recipe.fused.gemm import blackwell
-from mxfp8_recipe.fused.gemm.epilogue import Epilogue, gemm_epilogue
+from mxfp8_recipe.fused.gemm.epilogue import Epilogue, Rope, gemm_epilogue
 from mxfp8_recipe.fused.scale_layout import swizzle_scale, swizzled_numel, unswizzle_scale
 from mxfp8_recipe.fused.spec import QuantSpec
 
 SIGNATURE = inspect.signature(F.scaled_mm)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 calls: list[tuple[int, int, int]] = []
+epilogues: list[Epilogue] = []
 
 
 def up(n: int, multiple: int) -> int:
@@ -82,7 +83,16 @@ def strict_scaled_mm(*args: Any, **kwargs: Any) -> Tensor:
 @pytest.fixture(autouse=True)
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     calls.clear()
+    epilogues.clear()
     monkeypatch.setattr(F, "scaled_mm", strict_scaled_mm)
+
+
+def plain_epilogue(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The definition, of operands whose scales lie in the 128x4 layout."""
+    epilogues.append(kwargs["epilogue"])
+    blocks = a.shape[1] // 32
+    scales = unswizzle_scale(sa, a.shape[0], blocks), unswizzle_scale(sb, b.shape[0], blocks)
+    return gemm_epilogue(a, scales[0], b, scales[1], *args, **kwargs)
 
 
 @pytest.fixture
@@ -90,10 +100,11 @@ def on_blackwell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The CPU passes for a Blackwell GPU: its table, its layouts, and plain torch in place of the Triton kernels."""
     rows = dict(table._TABLE)
     for op, backend in list(rows):
-        if backend == "blackwell" and op in table._MEMORY_BOUND:
+        if backend == "blackwell" and op in (*table._MEMORY_BOUND, "gemm_epilogue"):
             kernel = rows[op, backend]
             assert isinstance(kernel, table.Kernel)
-            rows[op, backend] = partial(getattr(reference_ops, kernel.name), **dict(kernel.options))
+            plain = plain_epilogue if op == "gemm_epilogue" else getattr(reference_ops, kernel.name)
+            rows[op, backend] = partial(plain, **dict(kernel.options))
         if backend == "blackwell" and op == "matmul":
             rows[op, backend] = reference.matmul
     monkeypatch.setattr(table, "_TABLE", rows)
@@ -166,8 +177,15 @@ def test_empty_operands_and_errors() -> None:
         blackwell.gemm(q, s, q[:40], s[:40])
     with pytest.raises(ValueError, match="multiple of 32"):
         blackwell.gemm_epilogue(q, s, q[:48], s[:48], epilogue=Epilogue())
-    with pytest.raises(ValueError, match="32x32 tiles span rows"):
-        blackwell.gemm_epilogue(q, s, q, s, epilogue=Epilogue(rowwise=QuantSpec(tile=(32, 32))))
+    with pytest.raises(ValueError, match="multiple of 64 for two weights"):
+        blackwell.gemm_epilogue(q, s, q[:32], s[:32], epilogue=Epilogue(activation="swiglu"))
+    assert "32x32 tiles span rows" in blackwell.problem(Epilogue(rowwise=QuantSpec(tile=(32, 32))), torch.bfloat16)
+    assert "RoPE" in blackwell.problem(Epilogue(rope=Rope(head_dim=32)), torch.bfloat16)
+    assert "wider" in blackwell.problem(Epilogue(activation="swiglu", rowwise=QuantSpec(tile=(1, 128))), torch.bfloat16)
+    assert "groups of 128" in blackwell.problem(Epilogue(activation="swiglu", group=128), torch.bfloat16)
+    assert not blackwell.problem(Epilogue(activation="gelu", rowwise=QuantSpec(), emit_sum=True), torch.float16)
+    pair = blackwell.gemm_epilogue(q[:0], s[:0], q, s, epilogue=Epilogue(activation="swiglu", emit_sum=True))
+    assert (pair.y.shape, pair.z.shape, pair.gate.shape) == ((0, 32), (0, 32), (0, 32))
     with pytest.raises(ValueError, match="did you mean 'gelu'"):
         Epilogue(activation="gelo")
 
@@ -219,7 +237,7 @@ class Block(nn.Module):
     def __init__(self, width: int = 96, hidden: int = 160) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(width)
-        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden)
+        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
         self.act = nn.GELU()
         self.middle, self.down = nn.Linear(hidden, hidden), nn.Linear(hidden, width)
 
@@ -228,11 +246,12 @@ class Block(nn.Module):
         return x + self.down(self.act(self.middle(F.silu(self.gate(h)) * self.up(h))))
 
 
-def step(recipe: str, tokens: int, compiled: bool = False) -> list[Tensor]:
+def step(recipe: str, tokens: int, compiled: bool = False, fuse: bool = True) -> list[Any]:
     """Output and every gradient of one step of a block in MXFP8."""
     torch.manual_seed(0)
     net = Block().bfloat16()
-    small = load_recipe(recipe).model_copy(update={"gpu_min_features": 32, "rules": {}, "bf16_last_fraction": 0.0})
+    changes = {"gpu_min_features": 32, "rules": {}, "bf16_last_fraction": 0.0, "fuse": fuse}
+    small = load_recipe(recipe).model_copy(update=changes)
     report = apply_recipe(net, small, example_inputs=torch.randn(8, 96).bfloat16(), strict=True)
     assert len(report.converted) >= 4
     x = torch.randn(tokens, 96, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
@@ -241,6 +260,15 @@ def step(recipe: str, tokens: int, compiled: bool = False) -> list[Tensor]:
     out = run(x)
     out.float().square().mean().backward()
     return [out.detach(), x.grad, *(p.grad for p in net.parameters())]
+
+
+def expected_epilogues(recipe: str) -> list[tuple[str | None, bool]]:
+    """The gated pair, `middle` with GELU and MXFP8 out, where their tiles are the kernel's, and `down`'s residual.
+
+    Gem rounds gradients at random, each layer by its own draw: no pair.
+    """
+    found: list[tuple[str | None, bool]] = [("swiglu", False), ("gelu", False), (None, True)]
+    return found[{"mxfp8_square_activations": 2, "mxfp8_hopper": 1, "gem": 1}.get(recipe, 0) :]
 
 
 RECIPES = ("mxfp8", "mxfp8_hopper", "mxfp8_square", "mxfp8_square_activations", "mxfp8_floor", "gem")
@@ -255,11 +283,27 @@ def test_layers_are_those_of_the_reference(recipe: str, tokens: int, request: py
     assert backends.select(torch.device("cpu")) == "blackwell"
     found = step(recipe, tokens)
     assert len(calls) >= 8
+    assert [(e.activation, e.rowwise is None) for e in epilogues] == expected_epilogues(recipe)
     assert {k for _, _, k in calls} <= {96, 160, up(tokens, 32)}
     for ours, reference_value in zip(found, expected):
         # Zeros past the last token change the order of wgrad's fp32 sum alone.
         assert (ours.double() - reference_value.double()).norm() <= 2e-3 * reference_value.double().norm()
     assert torch.equal(found[0], expected[0])
+
+
+@pytest.mark.usefixtures("on_blackwell")
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_hopper"])
+def test_a_layer_with_an_epilogue_has_one_implementation(recipe: str) -> None:
+    """Unfused, such a layer runs the kernel that has epilogues, without steps; the bits are those of the fused one."""
+    fused = step(recipe, 70)
+    with_steps, multiplied = len(epilogues), len(calls)
+    epilogues.clear()
+    calls.clear()
+    stored = step(recipe, 70, fuse=False)
+    assert [e for e in epilogues if e != Epilogue()] == []
+    assert len(epilogues) == with_steps + (recipe == "mxfp8"), "gate and up are one GEMM when fused"
+    assert len(calls) == multiplied
+    assert all(map(torch.equal, fused, stored))
 
 
 @pytest.mark.usefixtures("on_blackwell")

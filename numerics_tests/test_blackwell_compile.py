@@ -127,6 +127,8 @@ PRODUCTION = {
     "bias, GELU, residual, BF16 twice and MXFP8": with_epilogue(
         bias=True, activation="gelu", residual=True, rowwise=MX, emit_sum=True
     ),
+    "bias, SwiGLU, MXFP8": with_epilogue(bias=True, activation="swiglu", rowwise=MX, emit_high=False, emit_sum=True),
+    "GEGLU, BF16": with_epilogue(activation="geglu"),
     "E5M2 by E4M3, BF16": with_epilogue((E5M2, E4M3)),
 }
 """Epilogues in every form that layers use, by the name docs/blackwell.md gives them."""
@@ -165,6 +167,19 @@ def test_the_same_kernel_compiles_for_sm_103a(tmp_path: Path) -> None:
     assert "sm_103a" in built.ptx
     assert built.stack == 0
     assert all("block_scale" in instruction for instruction in built.multiplies)
+
+
+@pytest.mark.parametrize("name", ["bias, GELU, MXFP8", "bias, residual, BF16", "bias, SwiGLU, MXFP8"])
+def test_the_same_kernel_fits_sm_120(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blackwell, "_room", lambda device: 99)
+    built = build(PRODUCTION[name], 120, tmp_path)
+    assert built.multiplies
+    for instruction in built.multiplies:
+        assert re.fullmatch(r"mma\.sync\.aligned\.m16n8k32\.row\.col\.kind::mxf8f6f4\.block_scale\.\S+", instruction)
+    assert "cp.async.bulk.tensor" in built.ptx
+    assert built.stack <= (8 if VERSION < (3, 9) else 0), f"spills {built.stack} bytes a thread"
+    assert built.registers <= 250
+    assert built.shared <= 98 * 1024
 
 
 def run_portable(bias: bool = False) -> Callable[[], object]:

@@ -6,7 +6,7 @@ as they are. The sum stays in tensor memory, in two buffers, so that one tile's 
 products. Past the edges TMA reads zeros and writes nothing; a zero scale byte is 2**-127, which zeros leave zero.
 
 The epilogue works on words of two neighboring features as in `_device`; a thread holds whole blocks of a row, so no
-amax leaves it.
+amax leaves it. Nor does a gated pair, whose groups are shorter than the columns a thread holds.
 """
 
 # ruff: noqa: SIM300
@@ -39,9 +39,41 @@ def tile_of(t, nm, nn, GROUP: tl.constexpr):
 
 
 @triton.jit
+def halves(w, PAIR: tl.constexpr):
+    """Words (R, C) in groups of PAIR words, of gate and of up in turn, to two of (R, C / 2)."""
+    R: tl.constexpr = w.shape[0]
+    C: tl.constexpr = w.shape[1]
+    groups = tl.permute(tl.reshape(w, (R, C // (2 * PAIR), 2, PAIR)), (0, 1, 3, 2))
+    gate, up = tl.split(groups)
+    return tl.reshape(gate, (R, C // 2)), tl.reshape(up, (R, C // 2))
+
+
+@triton.jit
+def store_two_scales(ptr, byte, row0, c0, R, CB, SWIZZLED: tl.constexpr):
+    """Store (BM, 2) scale bytes at columns c0 and c0 + 1 of an (R, CB) scale matrix; `ptr` is uint8.
+
+    The last of a row also store the zeros that pad it to four columns.
+    """
+    BM: tl.constexpr = byte.shape[0]
+    r = (row0 + tl.arange(0, BM))[:, None]
+    c = (c0 + tl.arange(0, 4))[None, :]
+    both = tl.reshape(tl.join(byte, byte * 0), (BM, 2, 2))  # [byte, 0] of each of the two
+    value = tl.reshape(tl.permute(both, (0, 2, 1)), (BM, 4))
+    value = tl.where((r < R) & (c < CB), value, 0).to(tl.uint8)
+    if SWIZZLED:
+        tiles = (CB + 3) // 4
+        at = ((r // 128).to(tl.int64) * tiles + c // 4) * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
+        mask = (r < (R + 127) // 128 * 128) & (c < tiles * 4)
+    else:
+        at = r.to(tl.int64) * CB + c
+        mask = (r < R) & (c < CB)
+    tl.store(ptr + at, value, mask=mask & ((c < c0 + 2) | (c >= CB)))
+
+
+@triton.jit
 def quantize_words(w, row0, col0, M, N2, q_desc, s_ptr, DTYPE: tl.constexpr, BC: tl.constexpr, E5: tl.constexpr,
                    FLOOR: tl.constexpr, SWIZZLED: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
-    """Store MXFP8 of words w (BM, BN / 2), in 1 x BC tiles."""
+    """Store MXFP8 of words w (BM, C2), C2 64 or 32, in 1 x BC tiles; for 32 words BC = 32 and `s_ptr` is uint8."""
     BM: tl.constexpr = w.shape[0]
     C2: tl.constexpr = w.shape[1]
     tiled = tl.reshape(w, (BM, 2 * C2 // BC, BC // 2))
@@ -49,23 +81,29 @@ def quantize_words(w, row0, col0, M, N2, q_desc, s_ptr, DTYPE: tl.constexpr, BC:
     factor = as_float(inv)[:, :, None]
     lo, hi = unpack(tiled, DTYPE)
     q_desc.store([row0, col0 // 2], tl.reshape(fp8_pair(lo * factor, hi * factor, E5), (BM, C2)))
-    r = (row0 + tl.arange(0, BM))[:, None]
-    c = (col0 // 32 + 4 * tl.arange(0, C2 // 64))[None, :]
-    store_scale(s_ptr, pack_bytes(scale_byte(inv), C2 // 64, BC == 128), r, c, M, N2 // 16, SWIZZLED, ALIGNED)
+    if C2 == 32:
+        store_two_scales(s_ptr, scale_byte(inv), row0, col0 // 32, M, N2 // 16, SWIZZLED)
+    else:
+        r = (row0 + tl.arange(0, BM))[:, None]
+        c = (col0 // 32 + 4 * tl.arange(0, C2 // 64))[None, :]
+        store_scale(s_ptr, pack_bytes(scale_byte(inv), C2 // 64, BC == 128), r, c, M, N2 // 16, SWIZZLED, ALIGNED)
 
 
 @kernel(do_not_specialize=["M", "N32", "K", "programs"])
 def gemm_kernel(
-    a_desc, sa_desc, b_desc, sb_desc, bias_ptr, residual_desc, y_desc, z_desc, q_desc, s_ptr, M, N32, K, programs,
+    a_desc, sa_desc, b_desc, sb_desc, bias_ptr, residual_desc, y_desc, z_desc, gate_desc, q_desc, s_ptr,
+    M, N32, K, programs,
     A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr,
-    RESIDUAL: tl.constexpr, EMIT_HIGH: tl.constexpr, EMIT_SUM: tl.constexpr,
+    PAIR: tl.constexpr, RESIDUAL: tl.constexpr, EMIT_HIGH: tl.constexpr, EMIT_SUM: tl.constexpr,
     Q_BC: tl.constexpr, Q_E5: tl.constexpr, Q_FLOOR: tl.constexpr, SWIZZLED: tl.constexpr, ALIGNED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """`epilogue.gemm_epilogue`. DTYPE is a 16-bit type whose words the outputs are, or fp32 for a plain y.
 
-    ACT = "": none; Q_BC = 0: no MXFP8.
+    ACT = "": none; Q_BC = 0: no MXFP8. PAIR: words in a group of gate and of up, whose output has half the columns, or
+    0 for one weight.
     """
+    HALF: tl.constexpr = 2 if PAIR > 0 else 1
     N = N32 * 32
     nm = tl.cdiv(M, BM)
     nn = tl.cdiv(N, BN)
@@ -88,18 +126,27 @@ def gemm_kernel(
         else:
             lo, hi = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
             w = pack(lo, hi, DTYPE)
+            out0 = col0 // HALF
+            if PAIR > 0:
+                gate, w = halves(w, PAIR)
+                if EMIT_SUM:
+                    gate_desc.store([row0, out0 // 2], gate)
             if EMIT_SUM:
-                z_desc.store([row0, col0 // 2], w)
-            if ACT != "":
+                z_desc.store([row0, out0 // 2], w)
+            if PAIR > 0:
+                lo, hi = unpack(gate, DTYPE)
+                up_lo, up_hi = unpack(w, DTYPE)
+                w = pack(act(lo, ACT) * up_lo, act(hi, ACT) * up_hi, DTYPE)
+            elif ACT != "":
                 lo, hi = unpack(w, DTYPE)
                 w = pack(act(lo, ACT), act(hi, ACT), DTYPE)
             if RESIDUAL:
                 lo, hi = unpack(w, DTYPE)
-                more_lo, more_hi = unpack(residual_desc.load([row0, col0 // 2]), DTYPE)
+                more_lo, more_hi = unpack(residual_desc.load([row0, out0 // 2]), DTYPE)
                 w = pack(lo + more_lo, hi + more_hi, DTYPE)
             if EMIT_HIGH:
-                y_desc.store([row0, col0 // 2], w)
+                y_desc.store([row0, out0 // 2], w)
             if Q_BC > 0:
                 quantize_words(
-                    w, row0, col0, M, N32 * 16, q_desc, s_ptr, DTYPE, Q_BC, Q_E5, Q_FLOOR, SWIZZLED, ALIGNED
+                    w, row0, out0, M, N32 * 16 // HALF, q_desc, s_ptr, DTYPE, Q_BC, Q_E5, Q_FLOOR, SWIZZLED, ALIGNED
                 )  # fmt: skip

@@ -25,11 +25,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..launch import DTYPES, Emission, plan_emission
-from ..reference_ops import empty
-from ..scale_layout import swizzle_scale, swizzled_numel
+from ..reference_ops import GATED_KINDS
+from ..scale_layout import swizzle_scale, swizzled_numel, unswizzle_scale
+from . import apart
 from ._blackwell_kernel import gemm_kernel
 from ._operands import FORMATS, aligned_rows, prepare
-from .epilogue import Epilogue, Outputs, Rotation, check_steps, finish
+from .epilogue import Epilogue, Outputs, Rotation, check_steps, finish, split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +49,12 @@ class Config:
     group: int = 8
 
 
-def choose(values: int, itemsize: int = 2) -> Config:
+def choose(values: int, itemsize: int = 2, quantized: bool = False, room: int = 227) -> Config:
     """`values`: matrices that the epilogue reads or writes, each 16 KiB an `itemsize` of shared memory a tile; a stage
-    takes 33 KiB of the 227.
+    takes 33 KiB of the `room` a program has, 99 in compute capability 12 and 227 in 10. `quantized`: it writes MXFP8.
     """
+    if room < 227:
+        return Config(stages=2 if (values + quantized) * itemsize <= 4 else 1)
     return Config(stages=4 if values * itemsize <= 4 else 3)
 
 
@@ -121,12 +124,11 @@ def gemm_epilogue(
     swizzled: bool = False,
     pad_tokens: int = 1,
 ) -> Outputs:
-    """`epilogue.gemm_epilogue` in one Triton kernel.
+    """`epilogue.gemm_epilogue` in one Triton kernel; what `problem` names in that and the kernels after it.
 
     Args:
-        a, a_scale, b, b_scale: as `gemm` takes them; N a multiple of 32.
-        epilogue: what `problem` has no objection to.
-        out_dtype: bfloat16 or float16; float32 for an epilogue of the bias alone.
+        a, a_scale, b, b_scale: as `gemm` takes them; rows of b a multiple of 32, for a gated activation of 64.
+        out_dtype: bfloat16, float16 or float32.
         a_tile, b_tile: tiles of the operands, which make no difference here.
 
     Raises:
@@ -135,43 +137,78 @@ def gemm_epilogue(
     a, a_scale, b, b_scale = _operands(a, a_scale, b, b_scale)
     (m, k), n = a.shape, b.shape[0]
     _check_epilogue(m, n, bias, residual, epilogue, rotation, out_dtype)
+    if problem(epilogue, out_dtype) and a.numel() and b.numel():
+        z, gate = _sums(a, a_scale, b, b_scale, bias, epilogue, out_dtype)
+        facts: dict[str, Any] = {"rotation": rotation, "swizzled": swizzled, "pad_tokens": pad_tokens}
+        return apart.finish(z, residual, gate=gate, epilogue=epilogue, **facts)
     if a.numel() == 0 or b.numel() == 0:
         z = torch.zeros(m, n, dtype=out_dtype, device=a.device)
         z = z if bias is None else z + bias.to(out_dtype)
-        return finish(z, residual, epilogue=epilogue, swizzled=swizzled, pad_tokens=pad_tokens)
-    y = torch.empty(m, n, dtype=out_dtype, device=a.device) if epilogue.emit_high else empty(a, out_dtype)
-    z = torch.empty(m, n, dtype=out_dtype, device=a.device) if epilogue.emit_sum else empty(a, out_dtype)
-    plan = plan_emission(a, m, n, epilogue.rowwise, None, swizzled=swizzled, pad_tokens=1)
-    config = choose((residual is not None) + epilogue.emit_high + epilogue.emit_sum, out_dtype.itemsize)
+        gate, z = split(z.t(), epilogue.group) if epilogue.gated else (None, z.t())
+        return finish(
+            z.t(), residual, gate=None if gate is None else gate.t(), epilogue=epilogue, rotation=rotation,
+            swizzled=swizzled, pad_tokens=pad_tokens,
+        )  # fmt: skip
+    features, half = (n // 2, 2) if epilogue.gated else (n, 1)
+    asked = epilogue.emit_high, epilogue.emit_sum, epilogue.emit_sum and epilogue.gated
+    y, z, gate = (
+        torch.empty((m, features) if wanted else 0, dtype=out_dtype, device=a.device) for wanted in asked
+    )  # fmt: skip
+    plan = plan_emission(a, m, features, epilogue.rowwise, None, swizzled=swizzled, pad_tokens=1)
+    values = -(-((residual is not None) + sum(asked)) // half)
+    config = choose(values, out_dtype.itemsize, plan.any, _room(a.device))
     tiles = triton.cdiv(m, config.rows) * triton.cdiv(n, config.cols)
     programs = min(tiles, _multiprocessors(a.device))
     scales = _scale_blocks(a_scale, m, k, config.rows, config), _scale_blocks(b_scale, n, k, config.cols, config)
     unused = scales[0]  # what no branch of the kernel reads
+    cols = config.cols // half
+    scale_out = a_scale if not plan.any else plan.outputs[1] if epilogue.gated else plan.pointers[1]
     gemm_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [config.rows, config.step]), scales[0],
         TensorDescriptor.from_tensor(b, [config.cols, config.step]), scales[1],
         a_scale if bias is None else bias,
-        unused if residual is None else _blocks(aligned_rows(residual), config),
-        _blocks(y, config) if epilogue.emit_high else unused, _blocks(z, config) if epilogue.emit_sum else unused,
-        _blocks(plan.outputs[0], config) if plan.any else unused, plan.pointers[1] if plan.any else a_scale,
-        m, n // 32, k, programs,
+        unused if residual is None else _blocks(aligned_rows(residual), config.rows, cols),
+        *(_blocks(out, config.rows, cols) if wanted else unused for out, wanted in zip((y, z, gate), asked)),
+        _blocks(plan.outputs[0], config.rows, cols) if plan.any else unused, scale_out, m, n // 32, k, programs,
         **constants_of(config, a.dtype, b.dtype, out_dtype, bias is not None, residual is not None, epilogue, plan),
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=False,
     )  # fmt: skip
-    return Outputs(y, z, empty(a, out_dtype), *plan.outputs)
+    return Outputs(y, z, gate, *plan.outputs)
 
 
-def problem(epilogue: Epilogue) -> str:
+def problem(epilogue: Epilogue, out_dtype: torch.dtype) -> str:
     """Why the kernel does not do these steps, or nothing."""
-    if epilogue.gated:
-        return "two weights interleaved have no kernel here"
+    row = epilogue.rowwise
+    if epilogue.gated and (row is not None and row.tile[1] > 32):
+        return f"{row.tile_name} tiles are wider than the kernel's 64 columns of a gated pair have room for"
+    if epilogue.gated and (epilogue.group % 2 or 64 % epilogue.group):
+        return f"rows are interleaved in groups of {epilogue.group}, of which no whole number fits 64 columns"
     if epilogue.rope is not None:
         return "RoPE has no kernel here"
     if epilogue.colwise is not None:
         return "transposed MXFP8 has no kernel here"
-    if epilogue.rowwise is not None and epilogue.rowwise.tile[0] > 1:
-        return f"{epilogue.rowwise.tile_name} tiles span rows, and the kernel's are of one row"
+    if row is not None and row.tile[0] > 1:
+        return f"{row.tile_name} tiles span rows, and the kernel's are of one row"
+    if out_dtype == torch.float32 and epilogue != Epilogue():
+        return "the kernel's steps after a sum are those of bfloat16 or float16"
     return ""
+
+
+def _sums(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, epilogue: Epilogue,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Z, and gate for a gated activation, by the kernel that takes no further step."""
+    halves = [(b, b_scale, bias)]
+    if epilogue.gated:
+        plain = unswizzle_scale(b_scale, b.shape[0], -(-b.shape[1] // 32))
+        parts = [(None, None) if t is None else split(t, epilogue.group) for t in (b, plain, bias)]
+        halves = list(zip(*parts))[::-1]
+    sums = [
+        gemm_epilogue(a, a_scale, w, s, added, epilogue=Epilogue(), out_dtype=out_dtype).y  # pyright: ignore[reportArgumentType]
+        for w, s, added in halves
+    ]
+    return sums[0], sums[1] if epilogue.gated else None
 
 
 def constants_of(
@@ -179,12 +216,14 @@ def constants_of(
     plan: Emission,
 ) -> dict[str, Any]:  # fmt: skip
     """The kernel's compile-time arguments."""
+    kind = epilogue.activation or ""
     return {
         "A_FORMAT": FORMATS[a],
         "B_FORMAT": FORMATS[b],
         "DTYPE": DTYPES[out],
         "BIAS": bias,
-        "ACT": epilogue.activation or "",
+        "ACT": GATED_KINDS.get(kind, kind),
+        "PAIR": epilogue.group // 2 if epilogue.gated else 0,
         "RESIDUAL": residual,
         "EMIT_HIGH": epilogue.emit_high,
         "EMIT_SUM": epilogue.emit_sum,
@@ -209,10 +248,16 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 148
 
 
-def _blocks(x: Tensor, config: Config) -> TensorDescriptor:
+@lru_cache(maxsize=64)
+def _room(device: torch.device) -> int:
+    """KiB of shared memory of a program on a GPU; a B200's for any other device."""
+    return 99 if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 12 else 227
+
+
+def _blocks(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
     """An (M, N) output or residual in the words of two features that the kernel moves, in tiles; fp32 as it is."""
     words = x.view(_WORDS[x.dtype]) if x.dtype in _WORDS else x
-    return TensorDescriptor.from_tensor(words, [config.rows, config.cols * words.shape[1] // x.shape[1]])
+    return TensorDescriptor.from_tensor(words, [rows, cols * words.shape[1] // x.shape[1]])
 
 
 def _scale_blocks(scale: Tensor, rows: int, k: int, tile_rows: int, config: Config) -> TensorDescriptor:
@@ -246,19 +291,16 @@ def _check_epilogue(
     out_dtype: torch.dtype,
 ) -> None:  # fmt: skip
     check_steps(epilogue, residual, rotation)
-    if problem(epilogue):
-        raise ValueError(f"gemm_epilogue: got {epilogue.encode()!r}, but {problem(epilogue)}; store the output first")
     if out_dtype not in DTYPES:
         raise TypeError(f"gemm_epilogue: got out_dtype {out_dtype}, expected bfloat16, float16 or float32")
-    if n % 32:
-        raise ValueError(f"gemm_epilogue: got N = {n}, expected a multiple of 32; the reference backend takes any")
+    if n % (64 if epilogue.gated else 32):
+        whole = "of 64 for two weights" if epilogue.gated else "of 32"
+        raise ValueError(f"gemm_epilogue: got N = {n}, expected a multiple {whole}; the reference backend takes any")
     if bias is not None and tuple(bias.shape) != (n,):
         raise ValueError(f"gemm_epilogue: got bias shape {tuple(bias.shape)}, expected {(n,)}")
-    if residual is not None and (tuple(residual.shape) != (m, n) or residual.dtype != out_dtype):
+    features = n // 2 if epilogue.gated else n
+    if residual is not None and (tuple(residual.shape) != (m, features) or residual.dtype != out_dtype):
         raise ValueError(
-            f"gemm_epilogue: got residual {tuple(residual.shape)} {residual.dtype}, expected {(m, n)} {out_dtype}"
-        )
-    if out_dtype == torch.float32 and (epilogue != Epilogue() or residual is not None):
-        raise TypeError(
-            "gemm_epilogue: got out_dtype torch.float32, expected bfloat16 or float16 before more than a bias"
+            f"gemm_epilogue: got residual {tuple(residual.shape)} {residual.dtype}, expected {(m, features)} "
+            f"{out_dtype}"
         )

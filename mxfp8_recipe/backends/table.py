@@ -104,6 +104,13 @@ _JAGGED: dict[str, Kernel] = {
     "block_backward": Kernel("attention.block", "backward"),
 }
 
+
+def _laid(kernel: Kernel, backend: str) -> Kernel:
+    """A kernel that lays out what it quantizes as the backend's GEMM reads it."""
+    laid = LAYOUTS[backend]
+    return replace(kernel, options=(("swizzled", laid.swizzled), ("pad_tokens", laid.room)))
+
+
 _TABLE: dict[tuple[str, str], Callable[..., Any] | Kernel] = {
     ("quantize", "reference"): reference_ops.quantize_both,
     ("quantize_and_sum", "reference"): reference_ops.quantize_and_sum,
@@ -129,13 +136,11 @@ _TABLE: dict[tuple[str, str], Callable[..., Any] | Kernel] = {
     ("gemm_epilogue", "hopper"): Kernel("gemm.hopper_epilogue", "gemm_epilogue"),
     ("gemm_dact", "hopper"): Kernel("gemm.hopper_dact", "gemm_dact"),
     ("gemm", "blackwell"): Kernel("gemm.blackwell", "gemm"),
+    ("gemm_epilogue", "blackwell"): _laid(Kernel("gemm.blackwell", "gemm_epilogue"), "blackwell"),
     ("gemm", "triton"): Kernel("gemm.portable", "gemm"),
+    ("gemm_epilogue", "triton"): Kernel("gemm.blackwell", "gemm_epilogue"),
     **{(op, backend): kernel for op, kernel in _JAGGED.items() for backend in ("triton", "hopper", "blackwell")},
-    **{
-        (op, backend): replace(kernel, options=(("swizzled", laid.swizzled), ("pad_tokens", laid.room)))
-        for op, kernel in _MEMORY_BOUND.items()
-        for backend, laid in LAYOUTS.items()
-    },
+    **{(op, backend): _laid(kernel, backend) for op, kernel in _MEMORY_BOUND.items() for backend in LAYOUTS},
 }
 """(op, backend) -> callable. An op a backend lacks is missing here, and `describe` says so."""
 
