@@ -15,6 +15,7 @@ SCRIPTS = {
     "linear": ("bench_linear.py", "linear"),
     "norm_linear": ("bench_linear.py", "norm_linear"),
     "block": ("bench_linear.py", "block"),
+    "attention": ("bench_attention.py",),
 }
 """The script of each bench, and its arguments."""
 

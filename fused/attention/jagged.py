@@ -87,7 +87,7 @@ def forward_kernel(
     from a row to the next, over 8. GROUP: heads of q that share one of k and v.
     """
     units = tl.load(schedule_ptr) * (H * SUB)
-    for turn in range(turns_of(units, PERSISTENT)):
+    for turn in tl.range(turns_of(units, PERSISTENT), disable_licm=True):
         rank = deal(turn)
         first, q0, Lq, k0, Lk, _ = read_entry(schedule_ptr, 1 + tl.minimum(rank, units - 1) // (H * SUB))
         first += rank % (H * SUB) // H * BM
@@ -126,7 +126,7 @@ def forward_kernel(
                         out, peak, total, x, v, scale_log2, CAUSAL or WINDOW, FOLD, DTYPE, PRECISION
                     )
             else:
-                for start in tl.range(lo // SHORT * SHORT, hi, SHORT, num_stages=1):
+                for start in tl.range(lo // SHORT * SHORT, hi, SHORT, num_stages=1, disable_licm=True):
                     k = load_some_rows(k_ptr, k0 + start, Lk - start, KS8, shared, SHORT, D)
                     v = load_some_rows(v_ptr, k0 + start, Lk - start, VS8, shared, SHORT, E)
                     x = scores(

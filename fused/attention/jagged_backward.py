@@ -95,7 +95,7 @@ def dq_kernel(
 ):  # fmt: skip
     """Of all tiles of queries: what `load_stats` reads, dQ if QUERIES, sums for the tables' gradients if TABLES."""
     units = tl.load(schedule_ptr) * (H * SUB)
-    for turn in range(turns_of(units, PERSISTENT)):
+    for turn in tl.range(turns_of(units, PERSISTENT), disable_licm=True):
         rank = deal(turn)
         first, q0, Lq, k0, Lk, sample = read_entry(schedule_ptr, 1 + tl.minimum(rank, units - 1) // (H * SUB))
         first += rank % (H * SUB) // H * BM
@@ -152,7 +152,7 @@ def dq_kernel(
                             TABLES, BM, BN, DTYPE, PRECISION,
                         )  # fmt: skip
                 else:
-                    for start in tl.range(lo // SHORT * SHORT, hi, SHORT, num_stages=1):
+                    for start in tl.range(lo // SHORT * SHORT, hi, SHORT, num_stages=1, disable_licm=True):
                         k = load_some_rows(k_ptr, k0 + start, Lk - start, KS8, shared, SHORT, D)
                         v = load_some_rows(v_ptr, k0 + start, Lk - start, VS8, shared, SHORT, E)
                         dq = dq_step(
@@ -236,7 +236,7 @@ def dkdv_kernel(
     """Of tiles of BM keys dK and dV, over blocks of BN queries; the tiles of keys follow `skipped` rows."""
     heads = H // GROUP
     units = tl.load(schedule_ptr + 1) * (heads * SUB)
-    for turn in range(turns_of(units, PERSISTENT)):
+    for turn in tl.range(turns_of(units, PERSISTENT), disable_licm=True):
         rank = deal(turn)
         entry = skipped + tl.minimum(rank, units - 1) // (heads * SUB)
         first, q0, Lq, k0, Lk, sample = read_entry(schedule_ptr, entry)
@@ -282,7 +282,7 @@ def dkdv_kernel(
             else:
                 begin = lo // SHORT
                 blocks = tl.maximum(tl.cdiv(tl.maximum(hi, 0), SHORT) - begin, 0)
-                for step in tl.range(GROUP * blocks, num_stages=1):
+                for step in tl.range(GROUP * blocks, num_stages=1, disable_licm=True):
                     head, block = member_of(step, shared, begin, blocks, GROUP)
                     start = block * SHORT
                     i = start + tl.arange(0, SHORT)

@@ -1,0 +1,108 @@
+"""What the jagged attention kernels become for GPUs that are not here; `compile_only.py` does every launch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton compiles the kernels")
+
+from mxfp8_recipe.fused.attention import jagged  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+POINTERS = {torch.int32: "i32", torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+@pytest.mark.parametrize("capability", ["90", "100"])
+def test_launches_compile_without_spills(capability: str) -> None:
+    name = "jagged 128 groups=4 window backward"
+    command = [
+        sys.executable,
+        str(ROOT / "numerics_tests" / "compile_only.py"),
+        capability,
+        "--jobs",
+        "1",
+        "--only",
+        name,
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
+    assert ": 2 launches, 0 failures" in result.stdout
+
+
+def compiled_for_hopper(call: Callable[[], Any]) -> dict[str, Any]:
+    """What the launches of a call compile to, by kernel."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    found = {}
+
+    def type_of(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return "*" + POINTERS[value.dtype]
+        if hasattr(value, "block_shape"):
+            return f"tensordesc<{POINTERS[value.base.dtype]}{list(value.block_shape)}>"
+        return "fp32" if isinstance(value, float) else "i32"
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        names = kernel.arg_names
+        values = dict(zip(names, args)) | {k: v for k, v in kwargs.items() if k in names}
+        constants = {p.name: values[p.name] for p in kernel.params if p.is_constexpr}
+        signature = {n: "constexpr" if n in constants else type_of(values[n]) for n in names}
+        pointers = [n for n in names if signature[n].startswith("*")]
+        source = ASTSource(
+            fn=kernel,
+            signature=signature,
+            constexprs={(names.index(n),): v for n, v in constants.items()},
+            attrs={(names.index(n),): [["tt.divisibility", 16]] for n in pointers},
+        )
+        options = {k: v for k, v in kwargs.items() if k not in names}
+        found[kernel.fn.__name__] = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+    with mock.patch.object(triton.runtime.jit.JITFunction, "run", run):
+        call()
+    return found
+
+
+def instructions(cubin: bytes) -> list[str]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        code = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+[^;]*);", code, re.MULTILINE)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton.knobs") is None, reason="cuobjdump is found through triton.knobs")
+def test_the_inner_loops_are_asynchronous_wgmma_with_scores_from_registers() -> None:
+    """Per step of 64 keys: 8 products of 64x64 from shared memory, then 4 of 64x128 whose left operand, P, stays in
+    registers; waits are as few as steps, so the assembler has not serialized the products.
+    """
+    q, lse = torch.zeros(256, 4, 128, dtype=torch.bfloat16), torch.zeros(256, 4)
+    offsets = torch.tensor([0, 256], dtype=torch.int32)
+    layout = offsets, offsets, 256, 256, None
+    found = compiled_for_hopper(lambda: jagged.forward(q, q, q, *layout, scale=0.1))
+    found |= compiled_for_hopper(lambda: jagged.backward(q, q, q, q, q, lse, *layout, scale=0.1))
+    assert set(found) == {"forward_kernel", "dq_kernel", "dkdv_kernel"}
+    for name, built in found.items():
+        ptx = built.asm["ptx"]
+        assert set(re.findall(r"(?:wg)?mma[\w.]*\.m(\d+)n\d+k16", ptx)) == {"64"}, name
+        assert "cp.async.bulk.tensor.2d" in ptx, name
+        code = instructions(built.asm["cubin"])
+        products = [line for line in code if line.startswith("HGMMA")]
+        waits = [line for line in code if line.startswith("WARPGROUP.DEPBAR")]
+        from_registers = [line for line in products if re.match(r"HGMMA\.64x128x16\S* R\d+, R\d+", line)]
+        assert len(from_registers) >= 4, name
+        assert len(waits) <= len(products) / 4, f"{name}: {len(waits)} waits for {len(products)} products"
