@@ -409,3 +409,34 @@ def test_a_cpu_copy_is_checked_at_once() -> None:
     softmax(t, cpu_offsets=(copy, copy))
     with pytest.raises(ValueError, match="q_offsets: sample 3 has length 70"):
         jagged_attention(t.q, t.k, t.v, t.q_offsets, t.k_offsets, 69, 70, cpu_offsets=(copy, copy))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_kernels_have_the_bits_of_eager_ones(family: str) -> None:
+    """Their schedule is traced with its shape alone; one layer's schedule serves another."""
+    torch.compiler.reset()
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
+        if family == "block":
+            return block_attention(q, k, v, offsets, 64)
+        if family == "gelu":
+            return generalized_attention(q, k, v, offsets, offsets, 64, 64, **GELU)
+        return jagged_attention(q, k, v, offsets, offsets, 64, 64, causal=True)
+
+    compiled = torch.compile(layer, fullgraph=True)
+    for lengths in LENGTHS[:3]:
+        case = JaggedCase(name="", q_lengths=lengths, k_lengths=lengths, heads=4, groups=2)
+        t = tensors(case, dtype=torch.bfloat16, device="cuda")
+        inputs = leaves(t)
+        results = []
+        for run in (compiled, layer):
+            out = run(*inputs, t.q_offsets)
+            results.append([out, *torch.autograd.grad(out, inputs, t.grad_out)])
+        assert all(map(same_bits, *results))
+    if family == "softmax":
+        options: dict[str, Any] = {"causal": True}
+        shared = jagged_schedule(*t.layout, total_q=len(t.q), total_k=len(t.k), **options)
+        assert shared.numel()
+        assert same_bits(softmax(t, schedule=shared, **options), softmax(t, **options))
+    torch.compiler.reset()
