@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .mx_tensor import GATED, RESHAPES, Edge, Pending, Traveling, activation_kind
+from .mx_reshapes import RESHAPES
+from .mx_tensor import GATED, Edge, Pending, Traveling, activation_kind
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,7 +31,7 @@ LAYERS = (
         "probe",
     ),
     ("modules",),
-    ("functional", "mx_tensor", "mx_heads", "mx_ready", "mx_awaited"),
+    ("functional", "mx_tensor", "mx_heads", "mx_ready", "mx_reshapes", "mx_awaited"),
     ("autograd",),
     ("backends",),
     ("recipe_files",),
