@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._device import software_bf16
 from .jit import kernel
 
 CHUNK = tl.constexpr(128)
@@ -88,14 +89,17 @@ def await_rows(counter_ptr, strip, programs):
 
 @kernel(do_not_specialize=[])
 def sum_strips_kernel(partial_ptr, out_ptr, S, N, R: tl.constexpr, C: tl.constexpr):
-    """(S, N) fp32 to (N,) sums over the first dim, in an order that depends on S alone."""
+    """(S, N) fp32 to (N,) sums over the first dim, in an order that depends on S alone, rounded once if at all."""
     cols = tl.program_id(0) * C + tl.arange(0, C)
     acc = tl.zeros((R, C), tl.float32)
     for start in range(0, S, R):
         rows = start + tl.arange(0, R)
         mask = (rows < S)[:, None] & (cols < N)[None, :]
         acc += tl.load(partial_ptr + rows[:, None].to(tl.int64) * N + cols[None, :], mask=mask, other=0.0)
-    tl.store(out_ptr + cols, tl.sum(acc, axis=0), mask=cols < N)
+    total = tl.sum(acc, axis=0)
+    if out_ptr.dtype.element_ty == tl.bfloat16:
+        total = software_bf16(total).to(tl.int16).to(tl.bfloat16, bitcast=True)  # the interpreter's own cast truncates
+    tl.store(out_ptr + cols, total.to(out_ptr.dtype.element_ty), mask=cols < N)
 
 
 @triton.jit
@@ -103,10 +107,10 @@ def row_stat(ptr, row0, rows, M):
     return tl.load(ptr + row0 + rows, mask=(row0 + rows) < M, other=0.0)
 
 
-def sum_strips(partial: Tensor) -> Tensor:
-    """(S, N) fp32 to (N,): the second launch of every sum over tokens, without atomics."""
+def sum_strips(partial: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(S, N) fp32 to (N,) of `dtype`: the second launch of every sum over tokens, without atomics."""
     strips, width = partial.shape
-    out = torch.empty(width, dtype=torch.float32, device=partial.device)
+    out = torch.empty(width, dtype=dtype, device=partial.device)
     if width:
         sum_strips_kernel[(-(-width // 32),)](partial, out, strips, width, R=512, C=32, num_warps=8)
     return out

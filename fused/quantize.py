@@ -205,6 +205,7 @@ def quantize_and_sum(
     seed: Tensor | None = None,
     stream: int = 0,
     *,
+    sum_dtype: torch.dtype = torch.float32,
     swizzled: bool = False,
     pad_tokens: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -216,10 +217,10 @@ def quantize_and_sum(
     rows, cols = x.shape
     if not rows or not cols or not launch.one_pass(rowwise) or colwise is None or not launch.one_pass(colwise):
         quantized = _quantize(x, rowwise, colwise, seed, stream, swizzled, pad_tokens, None)
-        return *quantized, x.sum(0, dtype=torch.float32)
+        return *quantized, x.sum(0, dtype=torch.float32).to(sum_dtype)
     partial = torch.empty(-(-rows // launch.TOKENS), cols, dtype=torch.float32, device=x.device)
     quantized = _quantize(x, rowwise, colwise, seed, stream, swizzled, pad_tokens, partial)
-    return *quantized, sum_strips(partial)
+    return *quantized, sum_strips(partial, sum_dtype)
 
 
 def _quantize(

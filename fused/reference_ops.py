@@ -81,15 +81,16 @@ def quantize_and_sum(
     seed: Tensor | None = None,
     stream: int = 0,
     *,
+    sum_dtype: torch.dtype = torch.float32,
     swizzled: bool = False,
     pad_tokens: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`quantize_both`, and the (K,) fp32 sums of x over the tokens: a gradient and what it gives its bias.
+    """`quantize_both`, and the (K,) sums of x over the tokens, fp32 rounded to `sum_dtype`: a gradient and its bias's.
 
     The order of summation is the backend's own, always the same for a shape; here it is that of torch's `sum`.
     """
     quantized = quantize_both(x, rowwise, colwise, seed, stream, swizzled=swizzled, pad_tokens=pad_tokens)
-    return *quantized, x.sum(0, dtype=torch.float32)
+    return *quantized, x.sum(0, dtype=torch.float32).to(sum_dtype)
 
 
 def norm_quantize(

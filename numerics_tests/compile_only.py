@@ -205,7 +205,7 @@ def production_launches() -> list[Launch]:
                     )  # fmt: skip
         add(
             quantize, f"quantize {tile} both ragged and sums",
-            lambda: [quantize.quantize_and_sum(matrix(512, rows), spec, spec) for rows in (256, 250)],  # noqa: B023
+            lambda: [quantize.quantize_and_sum(matrix(512, rows), spec, spec, sum_dtype=BF16) for rows in (256, 250)],  # noqa: B023
         )  # fmt: skip
         add(
             norm_quantize, f"norm rms {tile} both ragged",

@@ -90,6 +90,8 @@ def check_sum(x: Tensor, rowwise, colwise, **options) -> None:
     with poisoned():
         *actual, total = quantize.quantize_and_sum(x, rowwise, colwise, **options)
         again = quantize.quantize_and_sum(x, rowwise, colwise, **options)[4]
+        rounded = quantize.quantize_and_sum(x, rowwise, colwise, sum_dtype=BF16, **options)[4]
+    assert torch.equal(rounded.nan_to_num(), total.bfloat16().nan_to_num()), "rounded sums are not fp32 ones, rounded"
     same_bits(quantize.quantize_both(x, rowwise, colwise, **options), actual, rowwise, colwise, f"sum {tuple(x.shape)}")
     assert torch.equal(total, again), "the sums depend on more than their input"
     bound = x.double().abs().sum(0) * 2.0**-20

@@ -235,11 +235,21 @@ def quantize_weight(weight: Tensor, needs_input: bool, seed: Tensor | None, conf
 def quantize_grad(
     grad: Tensor, needs_input: bool, needs_weight: bool, needs_bias: bool, seed: Tensor | None, config: LinearConfig
 ) -> tuple[Quantized, Tensor | None]:
-    """grad_output for the GEMMs of backward that will run, and its sums over the tokens where one read gives both."""
+    """grad_output for the GEMMs of backward that will run, and its sums over the tokens, in its dtype, where one read
+    gives both.
+    """
     rowwise = config.dgrad[0] if needs_input else ""
     colwise = config.wgrad[0] if needs_weight else ""
     if needs_bias and (rowwise or colwise):
-        *grad_q, total = backends.quantize_and_sum(grad, rowwise, colwise, seed, GRAD_STREAM, config.backend)
+        *grad_q, total = backends.quantize_and_sum(
+            grad,
+            rowwise,
+            colwise,
+            seed,
+            GRAD_STREAM,
+            config.backend,
+            grad.dtype,  # which is the bias's
+        )
         return tuple(grad_q), total
     return quantize(grad, rowwise, colwise, seed, GRAD_STREAM, config.backend), None
 
@@ -328,7 +338,7 @@ def rows(x: Tensor) -> Tensor:
 
 
 def bias_grad(grad: Tensor, total: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(N,) gradient of the bias, summed over tokens in fp32, from `total` where that was summed on the way."""
+    """(N,) gradient of the bias, summed over tokens in fp32 and rounded, from `total` where summed on the way."""
     if total is None:
         total = grad.sum(0, dtype=torch.float32)
-    return total if dtype == torch.float32 else total.to(dtype)
+    return total if total.dtype == dtype else total.to(dtype)

@@ -45,23 +45,36 @@ quantize = define(
 
 
 def _quantize_and_sum(
-    x: Tensor, rowwise: str, colwise: str, seed: Tensor | None, stream: int, backend: str
+    x: Tensor,
+    rowwise: str,
+    colwise: str,
+    seed: Tensor | None,
+    stream: int,
+    backend: str,
+    sum_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, ...]:
     run = resolve("quantize_and_sum", backend, x.device)
-    *quantized, total = run(x, decode(rowwise), decode(colwise), seed=seed, stream=stream)
+    *quantized, total = run(x, decode(rowwise), decode(colwise), seed=seed, stream=stream, sum_dtype=sum_dtype)
     return *without_padding(quantized, x.shape[0], layout(backend, x.device)), total
 
 
 def _quantize_and_sum_fake(
-    x: Tensor, rowwise: str, colwise: str, seed: Tensor | None, stream: int, backend: str
+    x: Tensor,
+    rowwise: str,
+    colwise: str,
+    seed: Tensor | None,
+    stream: int,
+    backend: str,
+    sum_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, ...]:
     laid = layout(backend, x.device)
     quantized = fake_quantized(x, rowwise, colwise, layout=laid, row_bytes=laid.row_bytes)
-    return *quantized, x.new_empty(x.shape[1], dtype=torch.float32)
+    return *quantized, x.new_empty(x.shape[1], dtype=sum_dtype)
 
 
 quantize_and_sum = define(
-    "quantize_and_sum(Tensor x, str rowwise, str colwise, Tensor? seed, int stream, str backend)"
+    "quantize_and_sum(Tensor x, str rowwise, str colwise, Tensor? seed, int stream, str backend,"
+    " ScalarType sum_dtype=float)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _quantize_and_sum,
     _quantize_and_sum_fake,
