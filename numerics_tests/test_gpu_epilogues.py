@@ -27,11 +27,10 @@ def everything() -> Choice:
 
 
 @pytest.fixture(autouse=True)
-def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def planned() -> Iterator[None]:
     if not backends.has("gemm_epilogue", backends.select(torch.device("cuda"))):
         pytest.skip("this device's backend has no kernel with an epilogue")
-    choice = everything()
-    with mock.patch.object(planner, "epilogue_choice", lambda backend: choice):
+    with mock.patch.object(planner, "epilogue_choice", return_value=everything()):
         yield
 
 
@@ -67,7 +66,7 @@ def test_fused_equals_unfused_and_unplanned_bitwise(name: str, kind: str, tokens
     for a, b in zip(found, step(unfused, data(tokens))):
         assert torch.equal(a, b)
     if everything().is_gemm:
-        with mock.patch.object(planner, "epilogue_choice", lambda backend: Choice(why="none")):
+        with mock.patch.object(planner, "epilogue_choice", return_value=Choice(why="none")):
             apply_recipe(without, recipe(name), example_inputs=data())
         for a, b in zip(found, step(without, data(tokens))):
             assert torch.equal(a, b)
@@ -79,7 +78,7 @@ def test_compiled_equals_eager_bitwise(kind: str) -> None:
     net = built(kind)
     apply_recipe(net, recipe("mxfp8_hopper"), example_inputs=data())
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
-    for a, b in zip(step(net, data()), step(compiled, data())):
+    for a, b in zip(step(net, data()), step(compiled, data())):  # pyright: ignore[reportArgumentType]
         assert torch.equal(a, b)
 
 
