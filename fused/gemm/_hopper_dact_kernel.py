@@ -90,8 +90,43 @@ def sum_columns(w0, w1, w2, w3, line_ptr, col0, N):
 
 
 @gluon.jit
+def finish(
+    g0, g1, z, q_smem, q_desc, partial_ptr, s_ptr, qt_ptr, st_ptr, at_ptr, ast_ptr, row, col, M, N, MT,
+    ACT: gl.constexpr, BIAS: gl.constexpr,
+    R_BC: gl.constexpr, R_E5: gl.constexpr, R_FLOOR: gl.constexpr,
+    C_BR: gl.constexpr, C_E5: gl.constexpr, C_FLOOR: gl.constexpr, C_ALIGNED: gl.constexpr,
+    A_BR: gl.constexpr, A_E5: gl.constexpr, A_FLOOR: gl.constexpr, T_ALIGN: gl.constexpr,
+):  # fmt: skip
+    """Everything after grad_y of a tile, words of twice 64 tokens. Overwrites z, words (128, 64) in shared memory."""
+    d0 = differentiate(g0, z.slice(0, 64), ACT, A_BR > 0)
+    if R_BC > 0:
+        emit_rows(d0, q_smem, q_desc, s_ptr, row, col, M, N, R_BC, R_E5, R_FLOOR)
+    d1 = differentiate(g1, z.slice(64, 64), ACT, A_BR > 0)
+    if R_BC > 0:
+        emit_rows(d1, q_smem, q_desc, s_ptr, row + 64, col, M, N, R_BC, R_E5, R_FLOOR)
+    row0 = row.to(gl.int64)
+    if A_BR > 0:
+        emit_tile(
+            z, 0, row0, col, M, N // 8, MT, at_ptr, ast_ptr, at_ptr, ast_ptr,
+            0, 0, False, False, False, A_BR, 1, A_E5, A_FLOOR, C_ALIGNED, False, T_ALIGN,
+        )  # fmt: skip
+    if C_BR > 0 or BIAS:
+        barrier()
+        z.slice(0, 64).store(d0)
+        z.slice(64, 64).store(d1)
+    if BIAS:
+        w0, w1, w2, w3 = column_words(z)
+        sum_columns(w0, w1, w2, w3, partial_ptr + (row0 // 128) * N, col, N)
+    if C_BR > 0:
+        emit_tile(
+            z, 0, row0, col, M, N // 8, MT, qt_ptr, st_ptr, qt_ptr, st_ptr,
+            0, 0, False, False, False, C_BR, 1, C_E5, C_FLOOR, C_ALIGNED, False, T_ALIGN,
+        )  # fmt: skip
+
+
+@gluon.jit
 def consume(
-    a_smem, b_smem, z_smem, q_smem, a_scale, b_scale, full, empty, ready, z_desc, q_desc,
+    a_smem, b_smem, z_smem, q_smem, a_scale, b_scale, full, empty, ready, order, z_desc, q_desc,
     partial_ptr, s_ptr, qt_ptr, st_ptr, at_ptr, ast_ptr, M, N, K, MT, steps, units,
     W: gl.constexpr, NC: gl.constexpr, BA: gl.constexpr, J: gl.constexpr, NS: gl.constexpr, GROUP: gl.constexpr,
     ACT: gl.constexpr, BIAS: gl.constexpr,
@@ -111,9 +146,10 @@ def consume(
         load_z(z_desc, z, zbar, row, col)
     while u < units:
         row, col, _, _, _ = unit_at(u, M, N, K, steps, 128, 128, GROUP)
+        mbarrier.wait(order.index(W), turn & 1 if W > 0 else (turn & 1) ^ 1)  # the first of all waits for nobody
         acc0, acc1, i = accumulate(
-            a_smem, b_smem, a_scale, b_scale, full, empty, i, K, steps,
-            0, 2, 2, 1, BA, J, NS, False, "blocks", L,
+            a_smem, b_smem, a_scale, b_scale, full, empty, order.index((W + 1) % NC), i, K, steps,
+            0, 2, 2, 1, BA, J, NS, False, True, "blocks", L,
         )  # fmt: skip
         i += steps * (NC - 1)
         u += NC * gl.num_programs(0)
@@ -121,30 +157,10 @@ def consume(
         g1 = words_of(acc1, 0.0, 4, False)
         mbarrier.wait(zbar, turn & 1)
         turn += 1
-        d0 = differentiate(g0, z.slice(0, 64), ACT, A_BR > 0)
-        if R_BC > 0:
-            emit_rows(d0, q_smem.index(W), q_desc, s_ptr, row, col, M, N, R_BC, R_E5, R_FLOOR)
-        d1 = differentiate(g1, z.slice(64, 64), ACT, A_BR > 0)
-        if R_BC > 0:
-            emit_rows(d1, q_smem.index(W), q_desc, s_ptr, row + 64, col, M, N, R_BC, R_E5, R_FLOOR)
-        row0 = row.to(gl.int64)
-        if A_BR > 0:
-            emit_tile(
-                z, 0, row0, col, M, N // 8, MT, at_ptr, ast_ptr, at_ptr, ast_ptr,
-                0, 0, False, False, False, A_BR, 1, A_E5, A_FLOOR, C_ALIGNED, False, T_ALIGN,
-            )  # fmt: skip
-        if C_BR > 0 or BIAS:
-            barrier()
-            z.slice(0, 64).store(d0)
-            z.slice(64, 64).store(d1)
-        if BIAS:
-            w0, w1, w2, w3 = column_words(z)
-            sum_columns(w0, w1, w2, w3, partial_ptr + (row0 // 128) * N, col, N)
-        if C_BR > 0:
-            emit_tile(
-                z, 0, row0, col, M, N // 8, MT, qt_ptr, st_ptr, qt_ptr, st_ptr,
-                0, 0, False, False, False, C_BR, 1, C_E5, C_FLOOR, C_ALIGNED, False, T_ALIGN,
-            )  # fmt: skip
+        finish(
+            g0, g1, z, q_smem.index(W), q_desc, partial_ptr, s_ptr, qt_ptr, st_ptr, at_ptr, ast_ptr, row, col, M, N, MT,
+            ACT, BIAS, R_BC, R_E5, R_FLOOR, C_BR, C_E5, C_FLOOR, C_ALIGNED, A_BR, A_E5, A_FLOOR, T_ALIGN,
+        )  # fmt: skip
         if u < units:
             row, col, _, _, _ = unit_at(u, M, N, K, steps, 128, 128, GROUP)
             fence_async_shared()
@@ -182,17 +198,19 @@ def gemm_dact_kernel(
     full = gl.allocate_shared_memory(gl.int64, [NS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NS, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [NC, 1], mbarrier.MBarrierLayout())
+    order = gl.allocate_shared_memory(gl.int64, [NC, 1], mbarrier.MBarrierLayout())
     for k in gl.static_range(NS):
         mbarrier.init(full.index(k), count=2)
         mbarrier.init(empty.index(k), count=1)
     for k in gl.static_range(NC):
         mbarrier.init(ready.index(k), count=1)
+        mbarrier.init(order.index(k), count=1)
     fence_async_shared()
     units = ((M + 127) // 128) * ((N + 127) // 128)
     # fmt: off
     gl.warp_specialize([
-        (consume, (a_smem, b_smem, z_smem, q_smem, a_scale, b_scale, full, empty, ready, z_desc, q_desc, partial_ptr, s_ptr, qt_ptr, st_ptr, at_ptr, ast_ptr, M, N, K, MT, steps, units, 0, NC, BA, J, NS, GROUP, ACT, BIAS, R_BC, R_E5, R_FLOOR, C_BR, C_E5, C_FLOOR, C_ALIGNED, A_BR, A_E5, A_FLOOR, T_ALIGN)),  # noqa: E501
-        (consume, (a_smem, b_smem, z_smem, q_smem, a_scale, b_scale, full, empty, ready, z_desc, q_desc, partial_ptr, s_ptr, qt_ptr, st_ptr, at_ptr, ast_ptr, M, N, K, MT, steps, units, 1, NC, BA, J, NS, GROUP, ACT, BIAS, R_BC, R_E5, R_FLOOR, C_BR, C_E5, C_FLOOR, C_ALIGNED, A_BR, A_E5, A_FLOOR, T_ALIGN)),  # noqa: E501
+        (consume, (a_smem, b_smem, z_smem, q_smem, a_scale, b_scale, full, empty, ready, order, z_desc, q_desc, partial_ptr, s_ptr, qt_ptr, st_ptr, at_ptr, ast_ptr, M, N, K, MT, steps, units, 0, NC, BA, J, NS, GROUP, ACT, BIAS, R_BC, R_E5, R_FLOOR, C_BR, C_E5, C_FLOOR, C_ALIGNED, A_BR, A_E5, A_FLOOR, T_ALIGN)),  # noqa: E501
+        (consume, (a_smem, b_smem, z_smem, q_smem, a_scale, b_scale, full, empty, ready, order, z_desc, q_desc, partial_ptr, s_ptr, qt_ptr, st_ptr, at_ptr, ast_ptr, M, N, K, MT, steps, units, 1, NC, BA, J, NS, GROUP, ACT, BIAS, R_BC, R_E5, R_FLOOR, C_BR, C_E5, C_FLOOR, C_ALIGNED, A_BR, A_E5, A_FLOOR, T_ALIGN)),  # noqa: E501
         (load_operands, (a_desc, b_desc, a_smem, b_smem, full, empty, M, N, K, steps, units, 128, 128, NS, GROUP)),
         (load_scales, (sa_ptr, sb_ptr, partial_ptr, a_scale, b_scale, a_scale, full, empty, M, N, K, a_stride, b_stride, steps, units, 128, 128, BA, J, NS, GROUP, False)),  # noqa: E501
     ], [4, 1, 2], [REGS, LOADER_REGS, LOADER_REGS])

@@ -39,14 +39,16 @@ SCALARS = [
 
 @gluon.jit
 def accumulate(
-    a_smem, b_smem, a_scale, b_scale, full, empty, i, K, steps,
+    a_smem, b_smem, a_scale, b_scale, full, empty, after, i, K, steps,
     OWN: gl.constexpr, MT: gl.constexpr, MW: gl.constexpr, NB: gl.constexpr, BA: gl.constexpr, J: gl.constexpr,
-    NS: gl.constexpr, HOLD: gl.constexpr, DEAL: gl.constexpr, L: gl.constexpr,
+    NS: gl.constexpr, HOLD: gl.constexpr, PASS: gl.constexpr, DEAL: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
     """Two sums (64, 128) over all of K, with columns in order: of MW times 64 rows from OWN on, or of NB times 128
     columns; with one of each both are the same.
 
     HOLD: do not release the last step, beside whose operands the bias lies.
+    PASS: arrive at `after` once every step is there. Whoever takes the next steps must not wait for one before: a
+        barrier tells a phase only from the one before it, not from the one before that.
     """
     COLS: gl.constexpr = 2 if BA == 1 else BA
     acc0 = in_order(gl.zeros([64, 128], gl.float32, L), [64, 128 // COLS, COLS], DEAL)
@@ -55,6 +57,8 @@ def accumulate(
     for kt in range(steps):
         s = i % NS
         mbarrier.wait(full.index(s), (i // NS) & 1)
+        if PASS:
+            mbarrier.arrive(after, count=1, pred=kt + 1 == steps)
         a = a_smem.index(s * MT + OWN)
         b = b_smem.index(s * NB).reshape([128, 128])
         for j in gl.static_range(J):
@@ -243,8 +247,8 @@ def consume(
         row, col, _, _, _ = unit_at(u, M, N, K, steps, BM, BN, GROUP)
         row += W * MW * 64
         acc0, acc1, i = accumulate(
-            a_smem, b_smem, a_scale, b_scale, full, empty, i, K, steps,
-            W * MW, BM // 64, MW, NB, BA, J, NS, BIAS, DEAL, L,
+            a_smem, b_smem, a_scale, b_scale, full, empty, full, i, K, steps,
+            W * MW, BM // 64, MW, NB, BA, J, NS, BIAS, False, DEAL, L,
         )  # fmt: skip
         bias0 = 0.0
         bias1 = 0.0

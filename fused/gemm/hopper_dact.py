@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._row_stats import sum_strips
 from ..activation_quantize import activation_backward
-from ..launch import Emission, check_features, plan_emission
+from ..launch import Emission, check_features, padded_tokens, plan_emission
 from ..reference_ops import GATED_KINDS, check_same, empty
 from . import hopper
 from ._gluon import launch
@@ -87,12 +87,14 @@ def gemm_dact(
     y_dtype: torch.dtype | None = None,
     a_tile: tuple[int, int] = (1, 32),
     b_tile: tuple[int, int] = (1, 32),
+    swizzled: bool = False,
+    pad_tokens: int = 1,
 ) -> tuple[Tensor, ...]:
     """`dact.gemm_dact` with the bits of `hopper.gemm` and `activation_backward` after it.
 
     Args:
         a, a_scale, b, b_scale, a_tile, b_tile: as `hopper.gemm` takes them.
-        z, gate, epilogue, out_dtype, y_dtype: as for `dact.gemm_dact`.
+        z, gate, epilogue, out_dtype, y_dtype, swizzled, pad_tokens: as for `dact.gemm_dact`.
 
     Raises:
         TypeError: for another dtype. ValueError: for shapes that do not match.
@@ -100,25 +102,29 @@ def gemm_dact(
     m, n, k = hopper._check(a, a_scale, b, b_scale, None, out_dtype, None, None)
     dtypes = (out_dtype, z.dtype, y_dtype or z.dtype)
     variant = hopper.variant_of(a_tile, b_tile)
-    if not (m and n and k) or problem(epilogue, variant, dtypes, m) or is_split(a, variant, n):
+    padded = padded_tokens(m, pad_tokens)
+    unlike = swizzled or not (m and n and k)
+    if unlike or problem(epilogue, variant, dtypes, padded) or is_split(a, variant, n):
         grad_y = hopper.gemm(a, a_scale, b, b_scale, out_dtype=out_dtype, a_tile=a_tile, b_tile=b_tile)
         return activation_backward(
             grad_y, z, gate, epilogue.activation, epilogue.rowwise, epilogue.colwise, epilogue.emit_bias,
-            epilogue.act_colwise, out_dtype=y_dtype, emit_high=epilogue.emit_high,
+            epilogue.act_colwise, out_dtype=y_dtype, emit_high=epilogue.emit_high, swizzled=swizzled,
+            pad_tokens=pad_tokens,
         )  # fmt: skip
     check_features("gemm_dact", n)
     check_same("gemm_dact", "z", z, z.new_empty(1).expand(m, n))
     with torch.cuda.device_of(a):
-        return _run(a, a_scale, b, b_scale, z, epilogue, variant)
+        return _run(a, a_scale, b, b_scale, z, epilogue, variant, pad_tokens)
 
 
 def _run(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, z: Tensor, epilogue: Dact, variant: hopper.Variant
-) -> tuple[Tensor, ...]:
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, z: Tensor, epilogue: Dact, variant: hopper.Variant,
+    pad_tokens: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
     m, n = z.shape
     config = choose(variant)
-    plan = plan_emission(z, m, n, epilogue.rowwise, epilogue.colwise, swizzled=False, pad_tokens=1)
-    act_plan = plan_emission(z, m, n, None, epilogue.act_colwise, swizzled=False, pad_tokens=1)
+    plan = plan_emission(z, m, n, epilogue.rowwise, epilogue.colwise, swizzled=False, pad_tokens=pad_tokens)
+    act_plan = plan_emission(z, m, n, None, epilogue.act_colwise, swizzled=False, pad_tokens=pad_tokens)
     sums = n if epilogue.emit_bias else 0
     partial = torch.empty(-(-m // TILE), sums, dtype=torch.float32, device=z.device)
     a, b, z = hopper._aligned(a), hopper._aligned(b), aligned_rows(z)

@@ -17,16 +17,14 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..activation_quantize import activation_quantize
 from ..launch import check_features, plan_emission
-from ..quantize import quantize_both
-from ..reference_ops import GATED_KINDS, empty
-from ..spec import QuantSpec
+from ..reference_ops import GATED_KINDS
 from . import hopper
 from ._gluon import launch
 from ._hopper_epilogue_kernel import gemm_epilogue_kernel
 from ._operands import aligned_rows
-from .epilogue import GROUP, Epilogue, Outputs, Rotation, check_steps, rotate, split
+from .apart import finish
+from .epilogue import GROUP, Epilogue, Outputs, Rotation, check_steps, split
 
 BOX = 64
 """Rows of an output that one TMA store writes."""
@@ -117,6 +115,8 @@ def gemm_epilogue(
     out_dtype: torch.dtype = torch.bfloat16,
     a_tile: tuple[int, int] = (1, 32),
     b_tile: tuple[int, int] = (1, 32),
+    swizzled: bool = False,
+    pad_tokens: int = 1,
 ) -> Outputs:
     """`epilogue.gemm_epilogue` with the bits of `hopper.gemm` and the memory-bound kernels after it.
 
@@ -125,6 +125,7 @@ def gemm_epilogue(
             of 64.
         residual: (M, N) of `out_dtype` or None.
         a_tile, b_tile: `(across, along)` K under which scale bytes are equal; (1, 32) is always true and slowest.
+        swizzled, pad_tokens: layout of the MXFP8 outputs; the kernel's scales are plain.
 
     Raises:
         TypeError: for another dtype. ValueError: for shapes that do not match.
@@ -139,9 +140,12 @@ def gemm_epilogue(
             f"{out_dtype}"
         )
     variant = hopper.variant_of(a_tile, b_tile, bias=bias is not None)
-    nothing = not (m and features and k)
-    if nothing or problem(epilogue, out_dtype, variant.across, residual is not None) or is_split(a, variant, features):
-        return _apart(a, a_scale, b, b_scale, bias, residual, epilogue, rotation, out_dtype, a_tile, b_tile)
+    unlike = swizzled or not (m and features and k)
+    if unlike or problem(epilogue, out_dtype, variant.across, residual is not None) or is_split(a, variant, features):
+        z, gate = _apart(a, a_scale, b, b_scale, bias, epilogue, out_dtype, a_tile, b_tile)
+        return finish(
+            z, residual, gate=gate, epilogue=epilogue, rotation=rotation, swizzled=swizzled, pad_tokens=pad_tokens
+        )
     with torch.cuda.device_of(a):
         return _run(a, a_scale, b, b_scale, bias, residual, epilogue, variant)
 
@@ -238,35 +242,13 @@ def descriptor(
 
 
 def _apart(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, residual: Tensor | None,
-    epilogue: Epilogue, rotation: Rotation | None, out_dtype: torch.dtype, a_tile: tuple[int, int],
-    b_tile: tuple[int, int],
-) -> Outputs:  # fmt: skip
-    """The GEMM and a kernel for every step."""
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, epilogue: Epilogue,
+    out_dtype: torch.dtype, a_tile: tuple[int, int], b_tile: tuple[int, int],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """`(z, gate)`, stored by the plain GEMM."""
     tiles: dict[str, Any] = {"out_dtype": out_dtype, "a_tile": a_tile, "b_tile": b_tile}
-    gate = None
-    if epilogue.gated:
-        halves = [(None, None) if t is None else split(t, epilogue.group) for t in (b, b_scale, bias)]
-        gate, z = (hopper.gemm(a, a_scale, w, s, added, **tiles) for w, s, added in zip(*halves))  # pyright: ignore[reportArgumentType]
-    else:
-        z = hopper.gemm(a, a_scale, b, b_scale, bias, **tiles)
-    y, quantized = z, None
-    specs: tuple[QuantSpec | None, QuantSpec | None] = epilogue.rowwise, epilogue.colwise
-    if epilogue.activation is not None:
-        last = residual is None
-        y, *quantized = activation_quantize(
-            z, gate, epilogue.activation, out_dtype, *(specs if last else (None, None)), epilogue.emit_high or not last
-        )  # fmt: skip
-    if epilogue.rope is not None and rotation is not None:
-        y, quantized = rotate(z, epilogue.rope, rotation), None
-    if residual is not None:
-        y, quantized = (y.float() + residual.float()).to(out_dtype), None
-    if quantized is None:
-        quantized = quantize_both(y, *specs)
-    nothing = empty(a, out_dtype)
-    return Outputs(
-        y if epilogue.emit_high else nothing,
-        z if epilogue.emit_sum else nothing,
-        gate if epilogue.emit_sum and gate is not None else nothing,
-        *quantized,
-    )
+    if not epilogue.gated:
+        return hopper.gemm(a, a_scale, b, b_scale, bias, **tiles), None
+    halves = [(None, None) if t is None else split(t, epilogue.group) for t in (b, b_scale, bias)]
+    gate, z = (hopper.gemm(a, a_scale, w, s, added, **tiles) for w, s, added in zip(*halves))  # pyright: ignore[reportArgumentType]
+    return z, gate
