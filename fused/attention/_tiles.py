@@ -36,6 +36,18 @@ def deal(turn):
 
 
 @triton.jit
+def units_in(count_ptr, entries, each, PERSISTENT: tl.constexpr):
+    """Units of a list of at most `entries` tiles of `each`. Programs of one unit need not know how many there are: an
+    entry that is none has first = Lq = Lk = -1, so they begin one load sooner.
+    """
+    if PERSISTENT:
+        units = tl.load(count_ptr) * each
+    else:
+        units = entries * each
+    return units
+
+
+@triton.jit
 def turns_of(units, PERSISTENT: tl.constexpr):
     """How often a program takes a unit; a program each if not PERSISTENT, which needs fewer registers."""
     if PERSISTENT:

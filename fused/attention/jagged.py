@@ -39,6 +39,7 @@ from ._tiles import (
     scores,
     store_some_rows,
     turns_of,
+    units_in,
 )
 from .bias import JaggedBias
 from .jagged_backward import backward
@@ -74,7 +75,7 @@ def softmax_step(
 
 @kernel(do_not_specialize=SCALARS)
 def forward_kernel(
-    q_desc, k_desc, v_desc, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, schedule_ptr,
+    q_desc, k_desc, v_desc, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, schedule_ptr, ENTRIES,
     position_ptr, time_ptr, q_times_ptr, k_times_ptr, bounds_ptr, H, GROUP, QS8, KS8, VS8, scale_log2, window, P, N,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITION: tl.constexpr, TIME: tl.constexpr, STEPS: tl.constexpr,
     FOLD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
@@ -86,7 +87,7 @@ def forward_kernel(
     q_desc, k_desc, v_desc: descriptors of the same tensors as (rows, heads * width) if TMA. QS8, KS8, VS8: elements
     from a row to the next, over 8. GROUP: heads of q that share one of k and v.
     """
-    units = tl.load(schedule_ptr) * (H * SUB)
+    units = units_in(schedule_ptr, ENTRIES, H * SUB, PERSISTENT)
     for turn in tl.range(turns_of(units, PERSISTENT), disable_licm=True):
         rank = deal(turn)
         first, q0, Lq, k0, Lk, _ = read_entry(schedule_ptr, 1 + tl.minimum(rank, units - 1) // (H * SUB))
@@ -216,6 +217,6 @@ def _launch(problem: Problem, out: Tensor, lse: Tensor, config: Config) -> None:
     heads, tma = q.x.shape[1], problem.tma
     forward_kernel[(config.programs(problem.entries[0], heads, q.x.device.index),)](
         q.boxes(config.rows, tma), k.boxes(config.block, tma), v.boxes(config.block, tma), q.x, k.x, v.x, out, lse,
-        problem.schedule, *problem.bias, heads, problem.groups, q.stride8, k.stride8, v.stride8,
+        problem.schedule, problem.entries[0], *problem.bias, heads, problem.groups, q.stride8, k.stride8, v.stride8,
         problem.scale * LOG2E.value, problem.window or 0, *problem.sizes, **problem.constants, **config.launch,
     )  # fmt: skip

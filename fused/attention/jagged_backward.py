@@ -39,6 +39,7 @@ from ._tiles import (
     scores,
     store_some_rows,
     turns_of,
+    units_in,
     visible,
 )
 from .bias import JaggedBias
@@ -86,7 +87,7 @@ def dq_step(
 @kernel(do_not_specialize=[*SCALARS, "GS8", "OS8", "TS", "LAST_AT"])
 def dq_kernel(
     q_desc, k_desc, v_desc, do_desc, q_ptr, k_ptr, v_ptr, do_ptr, o_ptr, lse_ptr, stats_ptr, dq_ptr, schedule_ptr,
-    position_ptr, time_ptr, q_times_ptr, k_times_ptr, bounds_ptr, dposition_ptr, dtime_ptr, unit_ptr,
+    ENTRIES, position_ptr, time_ptr, q_times_ptr, k_times_ptr, bounds_ptr, dposition_ptr, dtime_ptr, unit_ptr,
     H, GROUP, QS8, KS8, VS8, GS8, OS8, TS, LAST_AT, scale, scale_log2, window, P, N,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITION: tl.constexpr, TIME: tl.constexpr, STEPS: tl.constexpr,
     FOLD: tl.constexpr, QUERIES: tl.constexpr, TABLES: tl.constexpr, LAST: tl.constexpr,
@@ -94,7 +95,7 @@ def dq_kernel(
     DTYPE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     """Of all tiles of queries: what `load_stats` reads, dQ if QUERIES, sums for the tables' gradients if TABLES."""
-    units = tl.load(schedule_ptr) * (H * SUB)
+    units = units_in(schedule_ptr, ENTRIES, H * SUB, PERSISTENT)
     for turn in tl.range(turns_of(units, PERSISTENT), disable_licm=True):
         rank = deal(turn)
         first, q0, Lq, k0, Lk, sample = read_entry(schedule_ptr, 1 + tl.minimum(rank, units - 1) // (H * SUB))
@@ -223,10 +224,10 @@ def member_of(step, shared, begin, blocks, GROUP: tl.constexpr):
     return head, block
 
 
-@kernel(do_not_specialize=["H", "QS8", "KS8", "VS8", "GS8", "TS", "LAST_AT", "skipped", "window", "P", "N"])
+@kernel(do_not_specialize=["ENTRIES", "H", "QS8", "KS8", "VS8", "GS8", "TS", "LAST_AT", "skipped", "window", "P", "N"])
 def dkdv_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, schedule_ptr,
-    skipped, position_ptr, time_ptr, q_times_ptr, k_times_ptr, bounds_ptr, H, QS8, KS8, VS8, GS8, TS, LAST_AT,
+    ENTRIES, skipped, position_ptr, time_ptr, q_times_ptr, k_times_ptr, bounds_ptr, H, QS8, KS8, VS8, GS8, TS, LAST_AT,
     scale, scale_log2, window, P, N,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITION: tl.constexpr, TIME: tl.constexpr, STEPS: tl.constexpr,
     FOLD: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -235,7 +236,7 @@ def dkdv_kernel(
 ):  # fmt: skip
     """Of tiles of BM keys dK and dV, over blocks of BN queries; the tiles of keys follow `skipped` rows."""
     heads = H // GROUP
-    units = tl.load(schedule_ptr + 1) * (heads * SUB)
+    units = units_in(schedule_ptr + 1, ENTRIES, heads * SUB, PERSISTENT)
     for turn in tl.range(turns_of(units, PERSISTENT), disable_licm=True):
         rank = deal(turn)
         entry = skipped + tl.minimum(rank, units - 1) // (heads * SUB)
@@ -433,10 +434,11 @@ def _launch_dq(
     sums = [unread if x is None else x for x in (tables.position, tables.time, tables.unit)]
     dq_kernel[(config.programs(problem.entries[0], heads, q.x.device.index),)](
         q.boxes(config.rows, tma), k.boxes(config.block, tma), v.boxes(config.block, tma), do.boxes(config.rows, tma),
-        q.x, k.x, v.x, do.x, o.x, lse, stats.x, dq if dq.numel() else q.x, problem.schedule, *problem.bias, *sums,
-        heads, problem.groups, q.stride8, k.stride8, v.stride8, do.stride8, o.stride8, stats.x.stride(0),
-        stats.last_at, problem.scale, problem.scale * LOG2E.value, problem.window or 0, *problem.sizes,
-        **problem.constants, QUERIES=dq.numel() > 0, TABLES=tables.unit is not None, LAST=stats.block, **config.launch,
+        q.x, k.x, v.x, do.x, o.x, lse, stats.x, dq if dq.numel() else q.x, problem.schedule, problem.entries[0],
+        *problem.bias, *sums, heads, problem.groups, q.stride8, k.stride8, v.stride8, do.stride8, o.stride8,
+        stats.x.stride(0), stats.last_at, problem.scale, problem.scale * LOG2E.value, problem.window or 0,
+        *problem.sizes, **problem.constants, QUERIES=dq.numel() > 0, TABLES=tables.unit is not None, LAST=stats.block,
+        **config.launch,
     )  # fmt: skip
 
 
@@ -444,8 +446,8 @@ def _launch_dkdv(problem: Problem, do: Operand, stats: Stats, dk: Tensor, dv: Te
     q, k, v, tma = problem.q, problem.k, problem.v, problem.tma
     dkdv_kernel[(config.programs(problem.entries[1], k.x.shape[1], q.x.device.index),)](
         q.boxes(config.block, tma), k.boxes(config.rows, tma), v.boxes(config.rows, tma), do.boxes(config.block, tma),
-        stats.boxes(tma), q.x, k.x, v.x, do.x, stats.x, dk, dv, problem.schedule, 1 + problem.entries[0],
-        *problem.bias, q.x.shape[1], q.stride8, k.stride8, v.stride8, do.stride8, stats.x.stride(0), stats.last_at,
-        problem.scale, problem.scale * LOG2E.value, problem.window or 0, *problem.sizes, **problem.constants,
-        GROUP=problem.groups, **config.launch,
+        stats.boxes(tma), q.x, k.x, v.x, do.x, stats.x, dk, dv, problem.schedule, problem.entries[1],
+        1 + problem.entries[0], *problem.bias, q.x.shape[1], q.stride8, k.stride8, v.stride8, do.stride8,
+        stats.x.stride(0), stats.last_at, problem.scale, problem.scale * LOG2E.value, problem.window or 0,
+        *problem.sizes, **problem.constants, GROUP=problem.groups, **config.launch,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from . import schedule as schedules
 from .bias import JaggedBias
 
 MAX_WIDTH = 256
-SCALARS = ["H", "GROUP", "QS8", "KS8", "VS8", "window", "P", "N"]
+SCALARS = ["ENTRIES", "H", "GROUP", "QS8", "KS8", "VS8", "window", "P", "N"]
 """Arguments that every kernel takes and no code depends on."""
 
 
