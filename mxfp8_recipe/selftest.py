@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from . import backends
 from .api import apply_recipe
-from .backends.table import CORE_OPS, Kernel, layout
+from .backends.table import CORE_OPS, EPILOGUE_OPS, Kernel, layout
 from .config import BF16, LinearPrecision
 from .fused import reference, reference_ops
 from .fused.spec import QuantSpec
@@ -103,7 +103,7 @@ def missing(place: Place) -> list[str]:
         return lines
     choice = backends.choose(torch.device("cuda"))
     lines = [f"Backend {choice.backend}: {choice}."] if choice.emulates else []
-    checked = {*CORE_OPS, "matmul"}
+    checked = {*CORE_OPS, *EPILOGUE_OPS, "matmul"}
     unchecked = [op for op in backends.ops() if op not in checked and backends.has(op, choice.backend)]
     if unchecked and choice.backend != "reference":
         lines.append(f"Not checked: {', '.join(unchecked)}.")
@@ -131,8 +131,10 @@ def checks(place: Place) -> dict[str, Callable[[Place], Measures]]:
             found[f"linear {name}"] = _bound(check_linear, name)
         if place.device == "cuda" or _interprets_dot():
             found["gemm, portable"] = check_portable
-        if place.backend in ("blackwell", INTERPRETER) and (place.device == "cuda" or _interprets_dot()):
-            found["gemm, Blackwell's epilogues"] = check_epilogues
+        if place.device == "cuda" or _interprets_dot():
+            found["gemm, epilogues"] = check_epilogues
+        if backends.has("gemm_dact", place.backend):
+            found["gemm, derivatives of activations"] = check_dact
     found["format"] = check_format
     return found
 
@@ -324,26 +326,58 @@ def check_portable(place: Place) -> Measures:
 
 
 def check_epilogues(place: Place) -> Measures:
-    """The Blackwell kernel's sum, and each later step against the kernels that do it alone."""
-    from .fused.gemm.epilogue import Epilogue, finish
+    """The sum of the kernel with epilogues, and each later step against the kernels that do it alone."""
+    from .fused.gemm.epilogue import Epilogue, finish, interleave
 
-    run_kernel = Kernel("gemm.blackwell", "gemm_epilogue").load()
-    act = place.op("activation_quantize")
+    run_kernel, act = place.op("gemm_epilogue"), place.op("activation_quantize")
     spec = SPECS["1x32"]
+    swizzled = {"swizzled": place.layout["swizzled"]}
     for m, n, k in ((130, 96, 160),) if place.small else ((300, 256, 1024), (1000, 480, 384)):
-        a, b = (reference_ops.quantize_both(randn(place, rows, k), spec, None) for rows in (m, n))
-        operands = a[0].view(spec.elem.dtype), a[1], b[0].view(spec.elem.dtype), b[1]
+        a, b, c = (reference_ops.quantize_both(randn(place, rows, k), spec, None) for rows in (m, n, n))
+        left, up, gate = ((q.view(spec.elem.dtype), scale) for q, scale, *_ in (a, b, c))
         bias = torch.randn(n, device=place.device)
-        out = run_kernel(*operands, bias, epilogue=Epilogue(), out_dtype=torch.float32)[0]
+        out = run_kernel(*left, *up, bias, epilogue=Epilogue(), out_dtype=torch.float32)[0]
         yield from _of_sum(out, a, b, [spec, spec], bias)
         residual = torch.randn(m, n).to(place.device, torch.bfloat16)
         for kind in ("relu",) if place.small else reference_ops.PLAIN_KINDS:
             epilogue = Epilogue(activation=kind, rowwise=spec, emit_sum=True)
-            y, z, _, *quantized = run_kernel(*operands, bias, residual, epilogue=epilogue, swizzled=True)
+            y, z, _, *quantized = run_kernel(*left, *up, bias, residual, epilogue=epilogue)
             alone = act(z, None, kind, z.dtype, None, None, True)[0]
-            expected = finish(alone, residual, epilogue=Epilogue(rowwise=spec), swizzled=True)
+            expected = finish(alone, residual, epilogue=Epilogue(rowwise=spec), **swizzled)
             yield "elements unlike separate steps", float((y != expected[0]).sum()), 0.0
             yield "bytes unlike quantize", differing(expected[3:], tuple(quantized)), 0.0
+        pair = interleave(gate[0], up[0]), interleave(gate[1], up[1]), interleave(bias, bias)
+        alone = [run_kernel(*left, *w, bias, epilogue=Epilogue())[0] for w in (up, gate)]
+        for kind in ("swiglu",) if place.small else reference_ops.GATED_KINDS:
+            epilogue = Epilogue(activation=kind, rowwise=spec, emit_sum=True)
+            y, *sums, qdata, scale, _, _ = run_kernel(*left, *pair, epilogue=epilogue)
+            yield "elements unlike two layers", sum(float((x != z).sum()) for x, z in zip(sums, alone)), 0.0
+            product = act(*sums, kind, y.dtype, None, None, True)[0]
+            expected = finish(product, epilogue=Epilogue(rowwise=spec), **swizzled)
+            yield "elements of a product unlike separate steps", float((y != product).sum()), 0.0
+            yield "bytes of a product unlike quantize", differing(expected[3:5], (qdata, scale)), 0.0
+
+
+def check_dact(place: Place) -> Measures:
+    """The derivative in dgrad's epilogue against the GEMM and the kernel that takes it alone."""
+    from .fused.gemm.dact import Dact
+
+    run_kernel, multiply, apart = (place.op(name) for name in ("gemm_dact", "gemm", "activation_backward"))
+    shapes = ((48, 64, 96),) if place.small else ((304, 256, 1024), (1008, 480, 384))
+    for (m, n, k), spec in itertools.product(shapes, (SPECS["1x32"], SPECS["1x128"])):
+        a, b = (reference_ops.quantize_both(randn(place, rows, k), spec, None) for rows in (m, n))
+        operands = a[0].view(spec.elem.dtype), a[1], b[0].view(spec.elem.dtype), b[1]
+        tiles = {"a_tile": spec.tile, "b_tile": spec.tile}
+        z, gate = torch.randn(2, m, n).to(place.device, torch.bfloat16)
+        grad = multiply(*operands, out_dtype=torch.bfloat16, **tiles)
+        for kind in (*reference_ops.PLAIN_KINDS, "swiglu"):
+            other = gate if kind == "swiglu" else None
+            dact = Dact(activation=kind, rowwise=spec, colwise=spec, act_colwise=spec, emit_bias=True)
+            out = run_kernel(*operands, z, other, epilogue=dact, **tiles)
+            expected = apart(grad, z, other, kind, spec, spec, True, spec, out_dtype=z.dtype)
+            yield "elements unlike separate steps", float((out[0] != expected[0]).sum()), 0.0
+            yield "bias sums unlike separate steps", float((out[2] != expected[2]).sum()), 0.0
+            yield "bytes unlike separate steps", differing(expected[4:], out[4:]), 0.0
 
 
 def check_format(place: Place) -> Measures:

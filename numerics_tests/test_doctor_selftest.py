@@ -25,6 +25,8 @@ OPS = {
     "activation_backward": lambda: selftest.check_activation(CPU, "swiglu", NATURAL),
     "quantize": lambda: selftest.check_linear(CPU, "mxfp8_hopper"),
     "gemm": lambda: selftest.check_linear(CPU, "mxfp8"),
+    "gemm_epilogue": lambda: selftest.check_epilogues(CPU),
+    "gemm_dact": lambda: selftest.check_dact(CPU),
 }
 
 
