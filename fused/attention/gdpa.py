@@ -108,7 +108,7 @@ def gdpa_forward_kernel(
     activation, and comes back in out_scale.
     """
     units = tl.load(schedule_ptr) * (H * SUB)
-    for turn in range(turns_of(units, PERSISTENT)):
+    for turn in tl.range(turns_of(units, PERSISTENT), disable_licm=True):
         rank = deal(turn)
         if rank < units:
             first, q0, Lq, k0, Lk, _ = read_entry(schedule_ptr, 1 + rank // (H * SUB))
@@ -145,7 +145,7 @@ def gdpa_forward_kernel(
                         POSITION, TIME, STEPS, FOLD,
                     )  # fmt: skip
             else:
-                for start in tl.range(lo // SHORT * SHORT, hi, SHORT, num_stages=1):
+                for start in tl.range(lo // SHORT * SHORT, hi, SHORT, num_stages=1, disable_licm=True):
                     k = load_some_rows(k_ptr, k0 + start, Lk - start, KS8, shared, SHORT, D)
                     v = load_some_rows(v_ptr, k0 + start, Lk - start, VS8, shared, SHORT, E)
                     out = forward_step(

@@ -93,7 +93,7 @@ def gdpa_dq_kernel(
 ):  # fmt: skip
     """Of all tiles of queries: dQ if QUERIES, sums for the tables' gradients if TABLES. See `gdpa_forward_kernel`."""
     units = tl.load(schedule_ptr) * (H * SUB)
-    for turn in range(turns_of(units, PERSISTENT)):
+    for turn in tl.range(turns_of(units, PERSISTENT), disable_licm=True):
         rank = deal(turn)
         if rank < units:
             first, q0, Lq, k0, Lk, _ = read_entry(schedule_ptr, 1 + rank // (H * SUB))
@@ -135,7 +135,7 @@ def gdpa_dq_kernel(
                         N, KIND, CAUSAL, WINDOW, POSITION, TIME, STEPS, FOLD, TABLES, BM, BN,
                     )  # fmt: skip
             else:
-                for start in tl.range(lo // SHORT * SHORT, hi, SHORT, num_stages=1):
+                for start in tl.range(lo // SHORT * SHORT, hi, SHORT, num_stages=1, disable_licm=True):
                     k = load_some_rows(k_ptr, k0 + start, Lk - start, KS8, shared, SHORT, D)
                     v = load_some_rows(v_ptr, k0 + start, Lk - start, VS8, shared, SHORT, E)
                     dq = dq_step(
@@ -195,7 +195,7 @@ def gdpa_dkdv_kernel(
 ):  # fmt: skip
     """Of all tiles of keys: what each query head adds to dK and dV; their list begins after `skipped` rows."""
     units = tl.load(schedule_ptr + 1) * (H * SUB)
-    for turn in range(turns_of(units, PERSISTENT)):
+    for turn in tl.range(turns_of(units, PERSISTENT), disable_licm=True):
         rank = deal(turn)
         if rank < units:
             first, q0, Lq, k0, Lk, _ = read_entry(schedule_ptr, skipped + rank // (H * SUB))
@@ -234,7 +234,7 @@ def gdpa_dkdv_kernel(
                         P, N, KIND, CAUSAL, WINDOW, POSITION, TIME, STEPS, FOLD,
                     )  # fmt: skip
             else:
-                for start in tl.range(lo // SHORT * SHORT, hi, SHORT, num_stages=1):
+                for start in tl.range(lo // SHORT * SHORT, hi, SHORT, num_stages=1, disable_licm=True):
                     q = load_some_rows(q_ptr, own + start, Lq - start, QS8, head, SHORT, D)
                     do = load_some_rows(do_ptr, q0 + start, Lq - start, GS8, head, SHORT, E)
                     dk, dv = dkdv_step(
