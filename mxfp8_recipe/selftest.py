@@ -135,6 +135,8 @@ def checks(place: Place) -> dict[str, Callable[[Place], Measures]]:
             found["gemm, epilogues"] = check_epilogues
         if backends.has("gemm_dact", place.backend):
             found["gemm, derivatives of activations"] = check_dact
+        if place.backend == "hopper":
+            found["gemm, Hopper's epilogues"] = check_hopper_epilogues
     found["format"] = check_format
     return found
 
@@ -378,6 +380,49 @@ def check_dact(place: Place) -> Measures:
             yield "elements unlike separate steps", float((out[0] != expected[0]).sum()), 0.0
             yield "bias sums unlike separate steps", float((out[2] != expected[2]).sum()), 0.0
             yield "bytes unlike separate steps", differing(expected[4:], out[4:]), 0.0
+
+
+def check_hopper_epilogues(place: Place) -> Measures:
+    """Hopper's kernels on the tiles of the fast recipe, where they do all that they can, against separate kernels."""
+    from .fused.gemm import apart
+    from .fused.gemm.dact import Dact
+    from .fused.gemm.epilogue import Epilogue, interleave, interleaved_tile
+
+    names = ("gemm_epilogue", "gemm_dact", "gemm", "activation_backward")
+    forward, backward, multiply, differentiate = (place.op(name) for name in names)
+    spec, weight = SPECS["1x128"], QuantSpec(tile=(128, 128))
+    tiles, paired = ({"a_tile": spec.tile, "b_tile": tile} for tile in (weight.tile, interleaved_tile(weight.tile)))
+    layout: dict[str, Any] = {"rotation": None, "swizzled": False, "pad_tokens": 1}
+    for m, n, k in ((20004, 352, 1056), (20000, 512, 2048)):
+        x, up, gate = (
+            (q.view(spec.elem.dtype), scale)
+            for q, scale, *_ in (
+                reference_ops.quantize_both(randn(place, rows, k), of, None)
+                for rows, of in ((m, spec), (n, weight), (n, weight))
+            )
+        )
+        bias = torch.randn(n, device=place.device)
+        z, other = (multiply(*x, *w, bias, out_dtype=torch.bfloat16, **tiles) for w in (up, gate))
+        pair = interleave(gate[0], up[0]), interleave(gate[1], up[1]), interleave(bias, bias)
+        for kind in ACTIVATIONS:
+            steps, gated = Epilogue(activation=kind, rowwise=spec, emit_sum=True), kind in reference_ops.GATED_KINDS
+            given = pair if gated else (*up, bias)
+            out = forward(*x, *given, epilogue=steps, **(paired if gated else tiles))
+            expected = apart.finish(z, None, gate=other if gated else None, epilogue=steps, **layout)
+            differ = sum(float((a != b).sum()) for a, b in zip(out[:3], expected[:3]))
+            yield "elements unlike separate steps", differ, 0.0
+            yield "bytes unlike separate steps", differing(expected[3:], out[3:]), 0.0
+        grad = multiply(*x, *up, out_dtype=torch.bfloat16, **tiles)
+        for kind in reference_ops.PLAIN_KINDS:
+            dact = Dact(
+                activation=kind, rowwise=spec, colwise=spec, act_colwise=spec, emit_high=False, emit_bias=True
+            )  # fmt: skip
+            out = backward(*x, *up, z, epilogue=dact, **tiles)
+            expected = differentiate(grad, z, None, kind, spec, spec, True, spec, emit_high=False)
+            yield "bias sums unlike separate steps", float((out[2] != expected[2]).sum()), 0.0
+            yield "bytes unlike separate steps", differing(expected[4:6], out[4:6]), 0.0
+            whole = (expected[6][:, :m], expected[7], expected[12][:, :m], expected[13])
+            yield "bytes unlike separate steps", differing(whole, (*out[6:8], *out[12:])), 0.0
 
 
 def check_format(place: Place) -> Measures:
