@@ -139,7 +139,7 @@ class Tape:
                 descriptor = args[position] = kind.__new__(kind)
                 descriptor.__dict__.update(fields, base=Address(base[slot] + offset))
             launch_compiled(launch.compiled, launch.grid, device.index, args)
-        return tuple(None if slot is None else tensors[slot] for slot in self.outputs)
+        return tuple([None if slot is None else tensors[slot] for slot in self.outputs])
 
 
 class Replayed:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import bench_host_launches
 from mxfp8_recipe.fused import replay
 from mxfp8_recipe.fused.replay import Replayed, launched
 
@@ -192,3 +194,36 @@ def test_a_direct_launch_passes_what_triton_s_own_launcher_would() -> None:
         launcher(3, 1, 1, 7, 11, ("meta",), None, None, None, 4096, block, 9)
     assert calls[-1] == calls[-2] == calls[-3]
     assert utilities.encoded[-1] == utilities.encoded[-2]
+
+
+def calls_of(step: Callable[[], Any]) -> list[str]:
+    """Every function that Python calls in a step, by name."""
+    found: list[str] = []
+
+    def see(frame: Any, event: str, arg: Any) -> None:
+        if event in ("call", "c_call"):
+            found.append(frame.f_code.co_name if event == "call" else getattr(arg, "__name__", str(arg)))
+
+    sys.setprofile(see)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.mark.parametrize("input", ["ours", "ours, input quantized"])
+def test_a_linear_in_eager_mode_does_little_besides_launching(input: str) -> None:
+    """Measured: 235 calls in Python 3.11, 239 with a quantized input; torch makes 64 for its own linear."""
+    with bench_host_launches.launches_that_do_nothing():
+        step = bench_host_launches.steps()[input]
+        for _ in range(2):
+            step()
+        calls = calls_of(step)
+        bench_host_launches.check_replayed()
+    kernels = {"ours": 8, "ours, input quantized": 7}[input]
+    assert calls.count("nothing") == kernels  # quantize, gemm; the sums of the bias and of the weight's split: 2 more
+    assert not {"quantize", "gemm", "quantize_and_sum"} & set(calls)
+    assert calls.count("empty_strided") == {"ours": 10, "ours, input quantized": 8}[input]
+    assert "to" not in calls
+    assert len(calls) <= 250
