@@ -142,12 +142,12 @@ def steps() -> dict[str, Step]:
     x, grad = torch.randn(ROWS, FEATURES).bfloat16().requires_grad_(), torch.randn(ROWS, FEATURES).bfloat16()
     apply_recipe(swapped, "mxfp8_hopper")
     swapped(x)  # the first training forward is recorded
-    specs = swapped.mxfp8_config.input_specs
+    config: Any = swapped.mxfp8_config
+    specs = config.input_specs
     carrier = torch.empty((), dtype=x.dtype).expand(x.shape).requires_grad_()
     quantized = quantize(x.detach(), *specs)
-    travels = MXTensor(
-        carrier, *quantized, *specs, x.dtype, False, lambda: x, Edge("norm", ("linear",))  # pyright: ignore[reportCallIssue]
-    )  # fmt: skip
+    parts: Any = (*quantized, *specs, x.dtype, False, lambda: x, Edge("norm", ("linear",)))
+    travels = MXTensor(carrier, *parts)
 
     one = x[:1].detach().requires_grad_()
 
