@@ -7,6 +7,10 @@
 The first are found from the edges that `edges` found, so that every rule of theirs holds here too: every reader is
 known, nothing in between needs the value itself. What is added: the linear before the activation has no other reader,
 and down rounds its input to nearest. A sum follows the linear's call at once.
+
+Not looked for: the halves of one packed linear, which is one GEMM already; and RoPE between a projection and attention,
+since models round in the middle of it (x * cos + rotated * sin in BF16 rounds three times), where an epilogue rounds
+once: fused would not have the bits of unfused.
 """
 
 from __future__ import annotations
