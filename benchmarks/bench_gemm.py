@@ -1,4 +1,5 @@
-"""MXFP8 GEMMs against cuBLAS: BF16, which they must beat, and FP8 with a scale per row, the practical ceiling.
+"""MXFP8 GEMMs against cuBLAS: BF16, which they must beat, and FP8 with a scale per row, the practical ceiling; and with
+an epilogue, against the same GEMM that stores BF16 and against that GEMM and the kernels after it.
 
     python benchmarks/bench_gemm.py [--out FILE] [--commit HASH] [--only SUBSTRING]
 
@@ -13,7 +14,7 @@ import argparse
 import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rows import add_options, append, gpu_environment, quantiles_ms
 from fused import reference
+from fused.activation_quantize import activation_backward, activation_quantize
 from fused.gemm import hopper
+from fused.gemm.dact import Dact
+from fused.gemm.epilogue import Epilogue, interleave, interleaved_tile
+from fused.gemm.hopper_dact import gemm_dact
+from fused.gemm.hopper_epilogue import gemm_epilogue
+from fused.spec import QuantSpec
 
 L2_BYTES = 200e6  # rotated inputs exceed this
 ROUNDS, REPLAYS, PAUSE_S = 5, 5, 0.03
@@ -55,6 +62,15 @@ CASES = (
     Case("tile=32x32,mode=graph", (1, 32), (32, 32), (SQUARE, ADS)),
     Case("tile=1x32,mode=graph", (1, 32), (1, 32), (SQUARE, ADS)),
 )
+
+
+EPILOGUES = (
+    ("gelu", "bias, gelu, MXFP8", (65536, 4096, 1024)),
+    ("gelu", "bias, gelu, MXFP8", (65536, 2048, 512)),
+    ("swiglu", "swiglu, MXFP8", (65536, 2816, 1024)),
+    ("gelu", "dgrad, gelu', MXFP8 twice, sums, y", (65536, 4096, 1024)),
+)
+"""Activation, what follows the GEMM, and its shape: tokens x features of y x in."""
 
 
 @dataclass
@@ -108,7 +124,7 @@ def relative_error(out: Tensor, o: Operands) -> float:
     return float((out[rows].double() - exact).norm() / exact.norm()) if finite else float("nan")
 
 
-def capture(run: Callable[[Operands], Tensor], sets: list[Operands]) -> torch.cuda.CUDAGraph:
+def capture(run: Callable[[Any], Any], sets: Sequence[Any]) -> torch.cuda.CUDAGraph:
     for o in sets:
         run(o)
     torch.cuda.synchronize()
@@ -168,6 +184,91 @@ def measure(case: Case, shape: tuple[int, int, int], stamp: dict[str, str]) -> l
     return rows
 
 
+@dataclass
+class Projection:
+    """One set of inputs of a projection with an activation: the weight, or gate's and up's; z is what came before."""
+
+    x: tuple[Tensor, Tensor]
+    w: tuple[Tensor, Tensor]
+    gate: tuple[Tensor, Tensor]
+    pair: tuple[Tensor, Tensor]
+    bias: Tensor
+    z: Tensor
+
+
+def make_projection(shape: tuple[int, int, int], case: Case) -> Projection:
+    m, n, k = shape
+    x, w, gate = (
+        quantize(torch.randn(rows, k, device="cuda", dtype=torch.bfloat16), tile)
+        for rows, tile in ((m, case.a_tile), (n, case.b_tile), (n, case.b_tile))
+    )
+    pair = interleave(gate[0].view(torch.uint8), w[0].view(torch.uint8)).view(w[0].dtype), interleave(gate[1], w[1])
+    z = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
+    return Projection(x, w, gate, pair, torch.randn(n, device="cuda", dtype=torch.bfloat16), z)
+
+
+def epilogue_providers(kind: str, op: str, case: Case) -> dict[str, Callable[[Projection], tuple[Tensor, ...]]]:
+    """`plain`: the GEMM alone, BF16 out. `apart`: that and a kernel after it. `ours`: one kernel."""
+    tiles: dict[str, Any] = {"a_tile": case.a_tile, "b_tile": case.b_tile}
+    paired: dict[str, Any] = tiles | {"b_tile": interleaved_tile(case.b_tile)}
+    high: dict[str, Any] = tiles | {"out_dtype": torch.bfloat16}
+    spec = QuantSpec(tile=case.a_tile)
+    steps = Epilogue(activation=kind, rowwise=spec, emit_high=False, emit_sum=True)
+    if op.startswith("dgrad"):
+        dact = Dact(activation=kind, rowwise=spec, colwise=spec, act_colwise=spec, emit_high=False, emit_bias=True)
+        after: tuple[Any, ...] = (None, kind, spec, spec, True, spec)
+        return {
+            "plain": lambda p: (hopper.gemm(*p.x, *p.w, **high),),
+            "apart": lambda p: activation_backward(hopper.gemm(*p.x, *p.w, **high), p.z, *after, emit_high=False),
+            "ours": lambda p: gemm_dact(*p.x, *p.w, p.z, epilogue=dact, **tiles),
+        }
+    if steps.gated:
+
+        def two(p: Projection) -> tuple[Tensor, Tensor]:
+            return hopper.gemm(*p.x, *p.w, **high), hopper.gemm(*p.x, *p.gate, **high)
+
+        return {
+            "plain": two,
+            "apart": lambda p: activation_quantize(*two(p), kind, torch.bfloat16, spec, None, False)[1:3],
+            "ours": lambda p: gemm_epilogue(*p.x, *p.pair, epilogue=steps, **paired)[3:5],
+        }
+
+    def one(p: Projection) -> Tensor:
+        return hopper.gemm(*p.x, *p.w, p.bias, **high)
+
+    return {
+        "plain": lambda p: (one(p),),
+        "apart": lambda p: activation_quantize(one(p), None, kind, torch.bfloat16, spec, None, False)[1:3],
+        "ours": lambda p: gemm_epilogue(*p.x, *p.w, p.bias, epilogue=steps, **tiles)[3:5],
+    }
+
+
+def measure_epilogue(kind: str, op: str, shape: tuple[int, int, int], stamp: dict[str, str]) -> list[dict[str, Any]]:
+    """Rows with `ratio_to_plain`, the time of the GEMM alone over that of a provider, and `ratio_to_apart`."""
+    case, (m, n, k) = CASES[0], shape
+    sets = [make_projection(shape, case) for _ in range(2)]  # each writes more than the L2 cache holds
+    runs = epilogue_providers(kind, op, case)
+    equal = all(torch.equal(a, b) for a, b in zip(runs["ours"](sets[0]), runs["apart"](sets[0]), strict=True))
+    if not equal:
+        print(f"{op} {m}x{n}x{k}: no number, bits unlike those of separate kernels", file=sys.stderr)
+        runs.pop("ours")
+    times = time_in_turn({name: capture(run, sets) for name, run in runs.items()}, len(sets))
+    median = {name: values[len(values) // 2] for name, values in times.items()}
+    return [
+        {
+            "bench": "gemm",
+            "case": f"{m}x{n}x{k}",
+            "variant": f"tile=128,mode=graph,op={op}",
+            "provider": name,
+            **quantiles_ms(values),
+            "ratio_to_plain": round(median["plain"] / median[name], 3),
+            "ratio_to_apart": round(median["apart"] / median[name], 3),
+            **stamp,
+        }
+        for name, values in times.items()
+    ]
+
+
 def host_microseconds(stamp: dict[str, str], calls: int = 300) -> dict[str, Any]:
     """Host time of an eager call, on a shape whose device time is far below it."""
     case = CASES[0]
@@ -195,7 +296,7 @@ def host_microseconds(stamp: dict[str, str], calls: int = 300) -> dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add_options(parser)
-    parser.add_argument("--only", default="", help="only variants that contain this")
+    parser.add_argument("--only", default="", help="only variants that contain this, or 'epilogues'")
     args = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         sys.exit("bench_gemm: needs a Hopper GPU")
@@ -210,6 +311,12 @@ def main() -> None:
             torch.cuda.empty_cache()
             line = "  ".join(f"{r['provider']} {r['tflops']:.0f} ({r['ratio_to_bf16']:.2f}x)" for r in found)
             print(f"{case.variant:30} {found[0]['case']:18} {line}", flush=True)
+    for kind, op, shape in EPILOGUES if args.only in "epilogues" else ():
+        found = measure_epilogue(kind, op, shape, stamp)
+        rows += found
+        torch.cuda.empty_cache()
+        line = "  ".join(f"{r['provider']} {r['ms_median']:.3f} ms ({r['ratio_to_plain']:.2f}x)" for r in found)
+        print(f"{op:36} {found[0]['case']:18} {line}", flush=True)
     append(args.out, rows)
 
 

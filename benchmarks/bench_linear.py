@@ -3,18 +3,20 @@
 `linear`: the input comes already quantized by its norm; grad_output's quantization and the weight's are inside.
 `norm_linear`: RMSNorm and a linear through `apply_recipe`, against the two under `torch.compile`.
 `block`: norm, up, GELU, down and residual through `apply_recipe`, against the block under `torch.compile`.
+`epilogue`: that block, and one with SwiGLU, with what surrounds a GEMM in its epilogue, against kernels of their own.
 
 Everything is timed by replaying a CUDA graph, except `mode=eager`, which is host time included; there `one_thread` is
 backward on the caller's thread, where Python is warmer than on autograd's own. Activations are larger
 than L2. A provider whose result is wrong gets no number. `torchao_*` are compiled for the one shape.
 
-    python benchmarks/bench_linear.py [linear|norm_linear|block] [--out FILE] [--commit HASH]
+    python benchmarks/bench_linear.py [linear|norm_linear|block|epilogue] [--out FILE] [--commit HASH]
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import math
 import statistics
 import sys
 import time
@@ -22,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -30,14 +33,20 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rows import RESULTS, add_options, append, gpu_environment, quantiles_ms
-from mxfp8_recipe import apply_recipe, load_recipe
+from mxfp8_recipe import apply_recipe, load_recipe, planner
 from mxfp8_recipe.autograd import LinearConfig, NormConfig
+from mxfp8_recipe.epilogue_table import Choice
 from mxfp8_recipe.functional import mxfp8_linear, mxfp8_norm
 from mxfp8_recipe.mx_tensor import Edge
 
 SHAPES = ((16384, 4096, 4096), (65536, 1024, 1024), (65536, 2048, 512), (262144, 512, 512))
 EAGER_SHAPES = ((65536, 1024, 1024), (65536, 2048, 512))
 BLOCKS = ((65536, 1024, 4096), (65536, 512, 2048))
+EPILOGUES = {
+    "ours": (), "ours_activation": ("activation", "gated"), "ours_dact": ("dact",),
+    "ours_epilogue": ("activation", "gated", "dact"),
+}  # fmt: skip
+"""Provider to the steps that move into a GEMM's epilogue."""
 RECIPE = "mxfp8_hopper"
 MIN_SQNR_DB = 15.0
 
@@ -61,6 +70,19 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class GatedBlock(nn.Module):
+    """Norm, gate and up, SwiGLU, down and residual."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.down = nn.RMSNorm(width), nn.Linear(hidden, width, bias=False)
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
 def milliseconds(step: Step, graph: bool, budget_s: float = 0.6) -> list[float]:
@@ -178,6 +200,19 @@ def module_steps(build: Callable[[], nn.Module], m: int, k: int, n: int) -> dict
     }
 
 
+def epilogue_steps(build: Callable[[], nn.Module], m: int, k: int) -> dict[str, Step]:
+    """One block of weights under every provider of `EPILOGUES`; the first is what the others must equal."""
+    x, grad, steps = randn(m, k).requires_grad_(), randn(m, k), {}
+    for name, chosen in EPILOGUES.items():
+        torch.manual_seed(0)
+        net = build().cuda().bfloat16()
+        choice = Choice(steps=frozenset(chosen), why="what is measured here")
+        with mock.patch.object(planner, "epilogue_choice", return_value=choice):
+            apply_recipe(net, RECIPE, example_inputs=x.detach()[:128])
+        steps[name] = training_step(net, x, grad, list(net.parameters()))
+    return steps
+
+
 def eager_steps(m: int, n: int, k: int) -> dict[str, Step]:
     torch.manual_seed(0)
     plain, x, grad = nn.Linear(k, n).cuda().bfloat16(), randn(m, k).requires_grad_(), randn(m, n)
@@ -217,6 +252,7 @@ def measure(bench: str, case: str, variant: str, steps: dict[str, Step], graph: 
     del expected
     times = {name: milliseconds(step, graph) for name, step in steps.items()}
     base = statistics.median(times[names[0]])
+    against = "ratio_to_bf16" if names[0].startswith("bf16") else "ratio_to_unfused"
     for name, found in times.items():
         row = {
             "bench": bench,
@@ -224,12 +260,12 @@ def measure(bench: str, case: str, variant: str, steps: dict[str, Step], graph: 
             "variant": variant,
             "provider": name,
             **quantiles_ms(found),
-            "ratio_to_bf16": round(base / statistics.median(found), 4),
-            "sqnr_db": round(quality[name], 1) if name in quality else None,
+            against: round(base / statistics.median(found), 4),
+            "sqnr_db": round(quality[name], 1) if math.isfinite(quality.get(name, math.inf)) else None,
             **about.machine,
         }
         append(about.out, [row])
-        print(f"{bench:12s} {case:18s} {variant:40s} {name:18s} {row['ms_median']:9.4f} ms {row['ratio_to_bf16']}x",
+        print(f"{bench:12s} {case:18s} {variant:40s} {name:18s} {row['ms_median']:9.4f} ms {row[against]}x",
               flush=True)  # fmt: skip
 
 
@@ -249,6 +285,13 @@ def run(bench: str | None, about: Stamp) -> None:
             steps = module_steps(lambda w=width, h=hidden: Block(w, h), m, width, width)
             measure("block", f"{m}x{width}x{hidden}", variant, steps, True, about)
             measure_saved_bytes(m, width, hidden, about)
+    if bench in (None, "epilogue"):
+        for kind, block, m, width, hidden in (
+            ("gelu", Block, 65536, 1024, 4096),
+            ("swiglu", GatedBlock, 65536, 1024, 2816),
+        ):
+            steps = epilogue_steps(lambda b=block, w=width, h=hidden: b(w, h), m, width)
+            measure("epilogue", f"{m}x{width}x{hidden}", f"{variant},op={kind}", steps, True, about)
     if bench in (None, "norm_linear"):
         for m, n, k in SHAPES:
             steps = module_steps(lambda k=k, n=n: nn.Sequential(nn.RMSNorm(k), nn.Linear(k, n)), m, k, n)
@@ -268,7 +311,7 @@ def measure_saved_bytes(m: int, width: int, hidden: int, about: Stamp) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("bench", nargs="?", choices=("linear", "norm_linear", "block"))
+    parser.add_argument("bench", nargs="?", choices=("linear", "norm_linear", "block", "epilogue"))
     add_options(parser, RESULTS)
     options = parser.parse_args()
     run(options.bench, Stamp(options.out, gpu_environment(options.commit)))
