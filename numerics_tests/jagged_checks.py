@@ -116,6 +116,7 @@ def value_checks(device: str) -> Iterator[Callable[[], None]]:
     yield later(cases["many-queries"], "window", FP16, config=TURNS)
     yield later(JaggedCase(name="narrow", q_lengths=(33, 7), k_lengths=(40, 0), dim=24, value_dim=48), "causal", BF16)
     yield lambda: scale_check(device)
+    yield lambda: wide_window_check(device)
     for peak in jagged_cases.CANCELLATION_PEAKS:
         yield lambda peak=peak: cancellation_check(peak, device)
     if device == "cuda":
@@ -130,6 +131,12 @@ def scale_check(device: str) -> None:
     t = jagged_cases.tensors(case, dtype=BF16, device=device)
     for scale in (0.0, -0.2):
         close(exact(t, None, scale=scale), run(t, None, SMALL, scale=scale), BF16, f"scale {scale}")
+
+
+def wide_window_check(device: str) -> None:
+    """A window wider than 31 bits hides nothing."""
+    t = jagged_cases.tensors(JaggedCase(name="wide", q_lengths=(3, 40), k_lengths=(3, 40)), dtype=BF16, device=device)
+    close(exact(t, None, scale=0.2), run(t, None, SMALL, scale=0.2, window=2**40), BF16, "wide window")
 
 
 def cancellation_check(peak: float, device: str) -> None:

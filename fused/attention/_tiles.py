@@ -23,6 +23,8 @@ ENTRY = tl.constexpr(8)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
+FAR = tl.constexpr(2**30)
+"""A position that nobody sees."""
 SHORT = tl.constexpr(32)
 """Rows of a block in a sample that is shorter than the block of the loop: few, since their loads take registers."""
 
@@ -119,14 +121,16 @@ def all_visible(
 
 @triton.jit
 def visible(t, s, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Which of the positions t, s, that broadcast against each other, see each other; True where all do."""
-    seen = t == t
-    if CAUSAL:
-        seen = seen & (s <= t)
+    """Which of the positions t, s, that broadcast against each other, see each other: one comparison, as unsigned."""
     if WINDOW:
-        seen = seen & (t - s <= window)
-        if not CAUSAL:
-            seen = seen & (s - t <= window)
+        if CAUSAL:
+            seen = (t - s).to(tl.uint32, bitcast=True) <= window
+        else:
+            seen = (t + window - s).to(tl.uint32, bitcast=True) <= 2 * window
+    elif CAUSAL:
+        seen = s <= t
+    else:
+        seen = (t == t) & (s == s)
     return seen
 
 
@@ -230,6 +234,10 @@ def scores(
             POSITION, TIME, STEPS,
         )  # fmt: skip
     if masked:
-        seen = ((s >= first_key) & (s < Lk))[None, :] & visible(t[:, None], s[None, :], window, CAUSAL, WINDOW)
+        inside = (s >= first_key) & (s < Lk)
+        if CAUSAL or WINDOW:
+            seen = visible(t[:, None], tl.where(inside, s, FAR)[None, :], window, CAUSAL, WINDOW)
+        else:
+            seen = inside[None, :]
         x = tl.where(seen, x, -float("inf"))
     return x

@@ -161,8 +161,10 @@ def forward_config(dtype: torch.dtype, width: int, masked: bool, tables: bool) -
         return FP32_CONFIG
     if tables:
         return Config(rows=64, block=32, warps=4, stages=2)
-    if masked or width > 128:
+    if width > 128:
         return Config(rows=128, block=64, warps=8, stages=2)
+    if masked:  # the rows of a tile that see a block whole are more often all of 64
+        return Config(rows=64, block=64, warps=4, stages=2)
     return Config(rows=128, block=64, warps=4, stages=2)
 
 

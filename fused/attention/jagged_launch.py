@@ -172,6 +172,7 @@ def problem_of(
             f"jagged_attention: got heads of {q.shape[2]} and {v.shape[2]}, expected at most {MAX_WIDTH}; the "
             "reference takes any"
         )
+    window = None if window is None else min(window, schedules.WIDEST)
     if schedule is None:
         schedule = schedules.build(
             q_offsets, k_offsets, q.shape[0], k.shape[0], max_q, max_k, causal=causal, window=window

@@ -26,6 +26,8 @@ TILE = 128
 """Rows of a tile. Kernels whose tiles are half as long take each entry twice."""
 ENTRY = 8
 """int32 words of an entry: first row in the sample, q0, Lq, k0, Lk, sample, work, 0. Past the count all are -1."""
+WIDEST = 2**28
+"""A window as wide as this hides nothing, and kernels add positions to it in 32 bits."""
 _SAMPLES, _RANKS, _CHUNK = 128, 64, 128
 
 
@@ -161,6 +163,7 @@ def build(
         (1 + NQ + NK, 8) int32 on the device of `k_offsets`: the counts of both lists, tiles of queries, tiles of keys,
         entries as ENTRY says. No synchronization; of two equal batches the same.
     """
+    window = None if window is None else min(window, WIDEST)
     samples = k_offsets.numel() - 1
     broadcast = max_q if q_offsets is None else None
     nq, nk = lengths_of_lists(total_q, total_k, samples, broadcast=broadcast)
