@@ -38,7 +38,7 @@ class Edge:
             along the tokens (the sequence); None for an edge on which nothing is emitted this way.
         head_dim: features of a head, where heads matter.
         steps: text of the epilogue that the producer's GEMM has on this edge; `""` for none.
-        then: the edge of the module that goes on with the producer's output, where that is one.
+        then: the edge of the module that goes on with the producer's output, where that is one. reader: that module.
         residual: the producer's output is added to a residual, and computed when that happens.
         pair: `first` or `last`: the producer is that one of two linears whose GEMMs run as one, when their product is
             taken; `""` for none.
@@ -54,6 +54,7 @@ class Edge:
     head_dim: int = 0
     steps: str = ""
     then: Edge | None = None
+    reader: Any = None
     residual: bool = False
     pair: str = ""
 

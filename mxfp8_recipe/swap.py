@@ -81,9 +81,12 @@ def _add_epilogue(epilogue: EpiloguePlan, modules: dict[str, nn.Module], fuse: b
     if epilogue.edge == epilogue.linear:
         linear.__dict__[_EDGE].steps, linear.__dict__[_EDGE].pair = epilogue.steps, epilogue.pair
         return
-    then = modules[epilogue.edge].__dict__[_EDGE] if epilogue.edge else None
-    facts: dict[str, Any] = {"steps": epilogue.steps, "then": then, "residual": then is None, "pair": epilogue.pair}
-    linear.__dict__[_EDGE] = Edge(epilogue.linear, epilogue.consumers, fuse, strict, **facts)
+    edge = Edge(epilogue.linear, epilogue.consumers, fuse, strict, steps=epilogue.steps, pair=epilogue.pair)
+    if epilogue.edge:
+        edge.reader = modules[epilogue.edge]
+        edge.then = edge.reader.__dict__[_EDGE]
+    edge.residual = edge.then is None
+    linear.__dict__[_EDGE] = edge
 
 
 def take_back(model: nn.Module) -> int:

@@ -72,11 +72,12 @@ def _run(module: Any, input: Any, weight: Tensor, bias: Tensor | None) -> Any:
 
 
 def _is_watched(module: Any, edge: Edge) -> bool:
-    """Whether a forward hook gets the output, which off an edge would be a tensor; that ends the edge."""
-    if (edge.then is None and not edge.residual) or not module._forward_hooks:
-        return False
-    edge.close(f"a forward hook of {edge.producer or '(root)'}")
-    return True
+    """Whether a hook needs the output to be a tensor, as it is off an edge; that ends the edge."""
+    if edge.reader is not None and has_backward_hooks(edge.reader):
+        edge.close("a backward hook of its reader")
+    elif module._forward_hooks and (edge.then is not None or edge.residual):
+        edge.close(f"a forward hook of {edge.producer or '(root)'}")
+    return edge.closed
 
 
 def _counts_no_writes() -> bool:
