@@ -1,6 +1,6 @@
 """Time jagged attention against the best public kernels, on short ragged batches.
 
-    python benchmarks/bench_attention.py [jfa|fill|window] [--out FILE] [--commit HASH] [--quick]
+    python benchmarks/bench_attention.py [jfa|fill|window|gdpa|block] [--out FILE] [--commit HASH] [--quick]
 
 Lengths are uniform around `fill` times the longest; TFLOP/s count the useful products, `4 H D sum(Lq Lk)` forward and
 2.5 times that backward. Providers: `ours`, with the schedule shared as a model shares it; `varlen_attn` of torch
@@ -334,11 +334,27 @@ def window_rows(stamp: dict[str, str], rounds: int) -> Iterator[list[dict[str, A
     yield windowed
 
 
-BENCHES = {"jfa": jfa_rows, "fill": fill_rows, "window": window_rows}
+def gdpa_rows(stamp: dict[str, str], rounds: int) -> Iterator[list[dict[str, Any]]]:
+    """Generalized attention against cuBLAS: `gdpa_rows.py`, which imports this file."""
+    from benchmarks import gdpa_rows
+
+    yield from gdpa_rows.gdpa_rows(stamp, rounds)
+
+
+def block_rows(stamp: dict[str, str], rounds: int) -> Iterator[list[dict[str, Any]]]:
+    """Block attention against a copy: `gdpa_rows.py`."""
+    from benchmarks import gdpa_rows
+
+    yield from gdpa_rows.block_rows(stamp, rounds)
+
+
+BENCHES = {"jfa": jfa_rows, "fill": fill_rows, "window": window_rows, "gdpa": gdpa_rows, "block": block_rows}
 
 
 def show(row: dict[str, Any]) -> str:
-    extra = " ".join(f"{n}={row[n]}" for n in row if n.startswith(("ratio_", "rate_", "sqnr_")) and row[n] is not None)
+    extra = " ".join(
+        f"{n}={row[n]}" for n in row if n.startswith(("ratio_", "rate_", "pct_", "sqnr_")) and row[n] is not None
+    )
     return (
         f"{row['case']} {row['variant']} {row['provider']}: {row['ms_median']:.4f} ms {row['tflops']} TFLOP/s {extra}"
     )
