@@ -303,6 +303,10 @@ def dkdv_kernel(
             store_some_rows(dv_ptr, dv, k0 + first, Lk - first, heads, shared, BM, E)
 
 
+ALL_REGISTERS = (("maxnreg", 255),)
+"""Unless told so, the assembler for Blackwell would rather spill a few words than take more than half."""
+
+
 def dq_config(dtype: torch.dtype, width: int, tables: bool) -> Config:
     """A function of dtype, width and whether there are tables, alone.
 
@@ -312,7 +316,7 @@ def dq_config(dtype: torch.dtype, width: int, tables: bool) -> Config:
     if dtype == torch.float32:
         return FP32_CONFIG
     if tables:  # a second stage would also keep what is looked up by time in flight, in registers
-        return Config(rows=64, block=32, warps=8, stages=1)
+        return Config(rows=64, block=32, warps=8, stages=1, options=ALL_REGISTERS)
     return Config(rows=64, block=64 if width <= 128 else 32, warps=4, stages=2)
 
 
@@ -324,7 +328,7 @@ def dkdv_config(dtype: torch.dtype, width: int, plain: bool, tables: bool) -> Co
     if dtype == torch.float32:
         return FP32_CONFIG
     if tables:
-        return Config(rows=64, block=32, warps=8, stages=2)
+        return Config(rows=64, block=32, warps=8, stages=2, options=ALL_REGISTERS)
     if width > 128:
         return Config(rows=64, block=32, warps=8, stages=2)
     return Config(rows=64, block=64 if plain else 32, warps=4, stages=2)
