@@ -25,6 +25,7 @@ ALIGNMENT = 16
 """Bytes, or elements of an integer, that code may depend on the multiple of."""
 MOST_KEYS = 1024
 """Token counts may never repeat: then remember the latest."""
+_ZEROS = torch.ops.aten.zeros.default
 _EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default, torch.ops.aten.empty_strided.default)
 
 
@@ -78,13 +79,16 @@ class Record(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.allocated: list[Tensor] = []  # alive until the end, so that no address comes twice
+        self.zeros: list[Tensor] = []  # those among them that are zero
         self.launches: list[tuple[Any, tuple[int, ...], Sequence[Any]]] = []
         self.other: Any = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in _EMPTY:
+        if func in _EMPTY or func is _ZEROS:
             self.allocated.append(out)
+            if func is _ZEROS:
+                self.zeros.append(out)
         elif not all(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
             self.other = func
         return out
@@ -106,15 +110,17 @@ class Launch:
 class Tape:
     """One recorded call.
 
-    Slots are numbered: the inputs, then what is allocated for outputs, then the workspace that holds the rest.
+    Slots are numbered: the inputs, then what is allocated for outputs, then zeros, then the workspace that holds the
+    rest.
 
     Attributes:
         made: of each allocated output shape, strides and dtype, and columns where it is those of padded rows, else 0.
-        workspace: bytes of everything else.
+        zeros: shape and dtype of each tensor of zeros. workspace: bytes of everything else.
         outputs: the slot of each output, None for None.
     """
 
     made: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int], ...]
+    zeros: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     workspace: int
     outputs: tuple[int | None, ...]
     launches: tuple[Launch, ...]
@@ -124,6 +130,7 @@ class Tape:
         for shape, strides, dtype, columns in self.made:
             out = torch.empty_strided(shape, strides, dtype=dtype, device=device)  # a third less time than `empty`
             tensors.append(out[:, :columns] if columns else out)
+        tensors += [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in self.zeros]
         if self.workspace:
             tensors.append(torch.empty_strided((self.workspace,), (1,), dtype=torch.uint8, device=device))
         base = [0 if t is None else t.data_ptr() for t in tensors]
@@ -213,7 +220,12 @@ def _tape(inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...],
         if out.numel():
             slots[out.untyped_storage().data_ptr()] = ids[id(out)], out.data_ptr()
         made.append(output)
-    size, last = 0, len(inputs) + len(made)
+    zeros = [t for t in seen.zeros if t.numel()]
+    if any(t.untyped_storage().data_ptr() in slots for t in zeros):
+        return None  # an output of zeros
+    for i, t in enumerate(zeros, len(inputs) + len(made)):
+        slots[t.untyped_storage().data_ptr()] = i, t.data_ptr()
+    size, last = 0, len(inputs) + len(made) + len(zeros)
     for t in seen.allocated:
         if t.numel() and t.untyped_storage().data_ptr() not in slots:
             slots[t.untyped_storage().data_ptr()] = last, t.untyped_storage().data_ptr() - size
@@ -221,7 +233,8 @@ def _tape(inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...],
     launches = [_launch(slots, *launch) for launch in seen.launches]
     if any(launch is None for launch in launches):
         return None
-    return Tape(tuple(made), size, tuple(None if t is None else ids[id(t)] for t in outputs), tuple(launches))  # pyright: ignore[reportArgumentType]
+    zeroed = tuple((tuple(t.shape), t.dtype) for t in zeros)
+    return Tape(tuple(made), zeroed, size, tuple(None if t is None else ids[id(t)] for t in outputs), tuple(launches))  # pyright: ignore[reportArgumentType]
 
 
 def _output(out: Tensor, seen: Record) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int] | None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
+from ..fused.replay import Replayed
 from .linear import INPUT_STREAM, refuse_second_order, rows, shaped
 
 
@@ -66,10 +67,8 @@ class NormFunction(torch.autograd.Function):
         quantized_dtype: torch.dtype,
     ) -> tuple[Tensor, ...]:
         quantizes = bool(config.rowwise or config.colwise)
-        y, *quantized, mean, rstd = backends.norm_quantize(
-            rows(x), weight, bias, config.eps, config.kind, quantized_dtype if quantizes else dtype, config.rowwise,
-            config.colwise, config.emit_high, seed, INPUT_STREAM, config.backend,
-        )  # fmt: skip
+        constants = (config, quantized_dtype if quantizes else dtype)
+        y, *quantized, mean, rstd = _forward((rows(x), weight, bias, seed), constants)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.config, ctx.bias_dtype = config, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(*quantized)
@@ -84,12 +83,29 @@ class NormFunction(torch.autograd.Function):
             return (None,) * 7
         x, weight, mean, rstd = ctx.saved_tensors
         has_bias = ctx.bias_dtype is not None
-        dx, dweight, dbias = backends.norm_backward(
-            rows(grad_y), rows(x), weight, mean, rstd, ctx.config.kind, has_bias, ctx.config.backend
-        )
+        dx, dweight, dbias = _backward((rows(grad_y), rows(x), weight, mean, rstd), (has_bias, ctx.config))
         grad_weight = dweight.to(weight.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = dbias.to(ctx.bias_dtype) if has_bias and ctx.needs_input_grad[2] else None
         return shaped(dx, x.shape), grad_weight, grad_bias, None, None, None, None
+
+
+@Replayed
+def _forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, seed: Tensor | None, config: NormConfig, dtype: torch.dtype
+) -> tuple[Any, ...]:
+    """`(y, qdata, scale, qdata_t, scale_t, mean, rstd)` of (M, K)."""
+    return backends.norm_quantize(
+        x, weight, bias, config.eps, config.kind, dtype, config.rowwise, config.colwise, config.emit_high, seed,
+        INPUT_STREAM, config.backend,
+    )  # fmt: skip
+
+
+@Replayed
+def _backward(
+    grad_y: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, has_bias: bool, config: NormConfig
+) -> tuple[Any, ...]:
+    """Gradients of x (M, K), weight and bias (K,) fp32, empty where there is none."""
+    return backends.norm_backward(grad_y, x, weight, mean, rstd, config.kind, has_bias, config.backend)
 
 
 def carrier(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> Tensor:
