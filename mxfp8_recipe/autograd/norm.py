@@ -68,7 +68,8 @@ class NormFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         quantizes = bool(config.rowwise or config.colwise)
         constants = (config, quantized_dtype if quantizes else dtype)
-        y, *quantized, mean, rstd = _forward((rows(x), weight, bias, seed), constants)
+        outputs: Any = _forward((rows(x), weight, bias, seed), constants)
+        y, *quantized, mean, rstd = outputs
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.config, ctx.bias_dtype = config, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(*quantized)
@@ -83,7 +84,8 @@ class NormFunction(torch.autograd.Function):
             return (None,) * 7
         x, weight, mean, rstd = ctx.saved_tensors
         has_bias = ctx.bias_dtype is not None
-        dx, dweight, dbias = _backward((rows(grad_y), rows(x), weight, mean, rstd), (has_bias, ctx.config))
+        found: Any = _backward((rows(grad_y), rows(x), weight, mean, rstd), (has_bias, ctx.config))
+        dx, dweight, dbias = found
         grad_weight = dweight.to(weight.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = dbias.to(ctx.bias_dtype) if has_bias and ctx.needs_input_grad[2] else None
         return shaped(dx, x.shape), grad_weight, grad_bias, None, None, None, None
