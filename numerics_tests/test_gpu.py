@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mxfp8_recipe import apply_recipe, backends, load_recipe
+from mxfp8_recipe.autograd import norm as norm_function
 from mxfp8_recipe.config import Recipe
 
 pytestmark = pytest.mark.gpu
@@ -124,6 +125,28 @@ def test_rows_stay_independent() -> None:
     rows = torch.arange(len(x)) != 500
     assert torch.equal(before[rows], after[rows])
     assert not torch.equal(before[500], after[500])
+
+
+@pytest.mark.parametrize("tokens", [1, 1000, 4099])
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
+def test_replayed_calls_give_the_bits_of_those_that_were_recorded(norm: type[nn.Module], tokens: int) -> None:
+    """Norm and linear, forward and backward, ragged token counts, and inputs whose addresses change."""
+    torch.manual_seed(0)
+    net = nn.Sequential(norm(WIDTH), nn.Linear(WIDTH, HIDDEN)).cuda().bfloat16()
+    apply_recipe(net, recipe("mxfp8_hopper"), example_inputs=data(tokens))
+    inputs = [data(tokens) * scale for scale in (1.0, -3.0)]
+    forward, backward = norm_function._forward, norm_function._backward
+    before = len(forward.tapes)
+    first = [step(net, x) for x in inputs]
+    assert len(forward.tapes) > before
+    assert None not in list(forward.tapes.values())[before:]
+    assert norm is nn.LayerNorm or None not in list(backward.tapes.values())[-1:]
+    held = [torch.empty(tokens, WIDTH, device="cuda") for _ in range(3)]  # elsewhere in memory from here on
+    for _ in range(2):
+        for x, expected in zip(inputs, first):
+            again = step(net, x.clone())
+            assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
+    assert len(held) == 3
 
 
 def test_a_step_replays_in_a_cuda_graph() -> None:
