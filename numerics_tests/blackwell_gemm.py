@@ -89,6 +89,21 @@ def check_gated(
     assert row is None or out.qdata.any(), "nothing was quantized"
 
 
+def check_rope(m, n, k, rope: Rope, row: QuantSpec | None, *, positions: bool, dtype=BF16) -> None:
+    """The rotation of the kernel's own z, as the definition turns it."""
+    a, sa, b, sb = operands(m, n, k)
+    angles = torch.arange(9.0)[:, None] * torch.rand(rope.head_dim // 2)
+    rotation = Rotation(angles.cos(), angles.sin(), torch.randint(0, 9, (m,)) if positions else None)
+    epilogue = Epilogue(rope=rope, rowwise=row, emit_sum=True)
+    assert not blackwell.problem(epilogue, dtype)
+    out = blackwell.gemm_epilogue(
+        a, sa, b, sb, epilogue=epilogue, rotation=rotation, out_dtype=dtype, swizzled=True
+    )  # fmt: skip
+    apart = finish(rotate(out.z, rope, rotation), epilogue=Epilogue(rowwise=row), swizzled=True)
+    assert all(map(torch.equal, (out.y, *out[3:]), (apart.y, *apart[3:]))), f"{m}x{n}x{k} {rope} {positions}"
+    assert not torch.equal(out.y, out.z)
+
+
 def check_apart() -> None:
     """What the kernel does not do runs in kernels after it, with the bits of the definition after the kernel's sum."""
     a, sa, b, sb = operands(40, 96, 64)
@@ -98,7 +113,7 @@ def check_apart() -> None:
     for epilogue, more, tables in (
         (Epilogue(rowwise=QuantSpec(tile=(32, 32)), activation="relu", emit_sum=True), None, None),
         (Epilogue(rowwise=spec, colwise=spec, activation="silu", emit_sum=True), residual, None),
-        (Epilogue(rowwise=spec, rope=Rope(head_dim=32, interleaved=True), emit_sum=True), None, rotation),
+        (Epilogue(colwise=spec, rope=Rope(head_dim=32, interleaved=True), emit_sum=True), None, rotation),
     ):
         assert blackwell.problem(epilogue, BF16)
         facts = {"epilogue": epilogue, "rotation": tables, "swizzled": True, "pad_tokens": 32}
@@ -133,6 +148,10 @@ def main() -> None:
     check_gated(33, 64, 64, "reglu", QuantSpec(elem="e5m2", scale_rounding="floor"), group=8, high=False)
     check_gated(33, 96, 64, "geglu_tanh", None)
     check_gated(9, 64, 64, "swiglu", QuantSpec(tile=(1, 128)), bias=True)
+    check_rope(40, 192, 64, Rope(head_dim=64), spec, positions=False)
+    check_rope(130, 160, 64, Rope(head_dim=32, columns=96), spec, positions=True)
+    check_rope(33, 192, 64, Rope(head_dim=96, interleaved=True, columns=96), None, positions=True, dtype=FP16)
+    check_rope(5, 128, 64, Rope(head_dim=128, interleaved=True), QuantSpec(tile=(1, 128)), positions=False)
     check_apart()
     for tiles in itertools.product(("1x32", "32x32", "1x128", "128x128"), repeat=2):
         check(40, 64, 160, Epilogue(rowwise=spec), tiles=tiles)

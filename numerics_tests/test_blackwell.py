@@ -180,7 +180,8 @@ def test_empty_operands_and_errors() -> None:
     with pytest.raises(ValueError, match="multiple of 64 for two weights"):
         blackwell.gemm_epilogue(q, s, q[:32], s[:32], epilogue=Epilogue(activation="swiglu"))
     assert "32x32 tiles span rows" in blackwell.problem(Epilogue(rowwise=QuantSpec(tile=(32, 32))), torch.bfloat16)
-    assert "RoPE" in blackwell.problem(Epilogue(rope=Rope(head_dim=32)), torch.bfloat16)
+    assert "whole heads of 96" in blackwell.problem(Epilogue(rope=Rope(head_dim=96)), torch.bfloat16)
+    assert not blackwell.problem(Epilogue(rope=Rope(head_dim=96, interleaved=True)), torch.bfloat16)
     assert "wider" in blackwell.problem(Epilogue(activation="swiglu", rowwise=QuantSpec(tile=(1, 128))), torch.bfloat16)
     assert "groups of 128" in blackwell.problem(Epilogue(activation="swiglu", group=128), torch.bfloat16)
     assert not blackwell.problem(Epilogue(activation="gelu", rowwise=QuantSpec(), emit_sum=True), torch.float16)

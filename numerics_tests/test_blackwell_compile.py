@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from mxfp8_recipe.fused.gemm import blackwell, portable  # noqa: E402
-from mxfp8_recipe.fused.gemm.epilogue import Epilogue  # noqa: E402
+from mxfp8_recipe.fused.gemm.epilogue import Epilogue, Rope, Rotation  # noqa: E402
 from mxfp8_recipe.fused.spec import QuantSpec  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "blackwell.md"
@@ -98,12 +98,12 @@ def with_epilogue(elems: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3), **optio
     out = options.pop("out", BF16)
     bias = torch.zeros(N, dtype=out) if options.pop("bias", False) else None
     residual = torch.zeros(M, N, dtype=out) if options.pop("residual", False) else None
+    tables = [torch.zeros(M, options["rope"].head_dim // 2) for _ in range(2)] if "rope" in options else None
+    facts = {"rotation": Rotation(*tables) if tables else None, "out_dtype": out, "swizzled": True}
 
     def call() -> object:
         operands = *operand(M, elems[0]), *operand(N, elems[1])
-        return blackwell.gemm_epilogue(
-            *operands, bias, residual, epilogue=Epilogue(**options), out_dtype=out, swizzled=True
-        )
+        return blackwell.gemm_epilogue(*operands, bias, residual, epilogue=Epilogue(**options), **facts)
 
     return call
 
@@ -129,6 +129,10 @@ PRODUCTION = {
     ),
     "bias, SwiGLU, MXFP8": with_epilogue(bias=True, activation="swiglu", rowwise=MX, emit_high=False, emit_sum=True),
     "GEGLU, BF16": with_epilogue(activation="geglu"),
+    "bias, RoPE by halves, MXFP8": with_epilogue(bias=True, rope=Rope(head_dim=64), rowwise=MX, emit_high=False),
+    "bias, RoPE by pairs, MXFP8": with_epilogue(
+        bias=True, rope=Rope(head_dim=128, interleaved=True), rowwise=MX, emit_high=False
+    ),
     "E5M2 by E4M3, BF16": with_epilogue((E5M2, E4M3)),
 }
 """Epilogues in every form that layers use, by the name docs/blackwell.md gives them."""

@@ -178,5 +178,8 @@ def test_errors() -> None:
     residual, wide = torch.zeros(M, N), torch.ones(4, 32)
     with pytest.raises(ValueError, match="rope and a residual"):
         gemm_epilogue(*a, None, residual, epilogue=Epilogue(rope=Rope(head_dim=32)), rotation=Rotation(*tables))
+    few = Rotation(*tables, torch.zeros(5, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"positions \(5,\) torch.int64, expected \(70,\) int64"):
+        gemm_epilogue(*a, epilogue=Epilogue(rope=Rope(head_dim=32)), rotation=few)
     with pytest.raises(ValueError, match="whole heads of 64"):
         gemm_epilogue(*a, epilogue=Epilogue(rope=Rope(head_dim=64)), rotation=Rotation(wide, wide))

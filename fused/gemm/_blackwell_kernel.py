@@ -49,6 +49,45 @@ def halves(w, PAIR: tl.constexpr):
 
 
 @triton.jit
+def rotate_words(w, cos_ptr, sin_ptr, at_ptr, row0, col0, M, L, END2, DTYPE: tl.constexpr, ROPE: tl.constexpr,
+                 HEAD: tl.constexpr, POSITIONS: tl.constexpr):  # fmt: skip
+    """RoPE of words (BM, C2) before word END2 of their rows, from (L, HEAD / 2) tables, as `epilogue.rotate`.
+
+    ROPE = "pairs": a word is a pair; "halves": words of a head's first half turn with those of its second, HEAD / 4
+    further on, and a tile holds whole heads.
+    """
+    BM: tl.constexpr = w.shape[0]
+    C2: tl.constexpr = w.shape[1]
+    HALF: tl.constexpr = HEAD // 2
+    r = row0 + tl.arange(0, BM)
+    if POSITIONS:
+        p = tl.load(at_ptr + r, mask=r < M, other=0).to(tl.int32)
+    else:
+        p = r % L
+    words = col0 // 2 + tl.arange(0, C2)
+    if ROPE == "pairs":
+        at = p[:, None] * HALF + (words % HALF)[None, :]
+        u, v = unpack(w, DTYPE)
+        c = tl.load(cos_ptr + at)
+        s = tl.load(sin_ptr + at)
+        turned = pack(u * c - v * s, u * s + v * c, DTYPE)
+    else:
+        both = tl.permute(tl.reshape(w, (BM, C2 // HALF, 2, HALF // 2)), (0, 1, 3, 2))
+        first, second = tl.split(both)
+        at = p[:, None, None] * HALF + 2 * tl.arange(0, HALF // 2)[None, None, :]
+        c_lo = tl.load(cos_ptr + at)
+        c_hi = tl.load(cos_ptr + at + 1)
+        s_lo = tl.load(sin_ptr + at)
+        s_hi = tl.load(sin_ptr + at + 1)
+        u_lo, u_hi = unpack(first, DTYPE)
+        v_lo, v_hi = unpack(second, DTYPE)
+        first = pack(u_lo * c_lo - v_lo * s_lo, u_hi * c_hi - v_hi * s_hi, DTYPE)
+        second = pack(u_lo * s_lo + v_lo * c_lo, u_hi * s_hi + v_hi * c_hi, DTYPE)
+        turned = tl.reshape(tl.permute(tl.join(first, second), (0, 1, 3, 2)), (BM, C2))
+    return tl.where((words < END2)[None, :], turned, w)
+
+
+@triton.jit
 def store_two_scales(ptr, byte, row0, c0, R, CB, SWIZZLED: tl.constexpr):
     """Store (BM, 2) scale bytes at columns c0 and c0 + 1 of an (R, CB) scale matrix; `ptr` is uint8.
 
@@ -89,19 +128,20 @@ def quantize_words(w, row0, col0, M, N2, q_desc, s_ptr, DTYPE: tl.constexpr, BC:
         store_scale(s_ptr, pack_bytes(scale_byte(inv), C2 // 64, BC == 128), r, c, M, N2 // 16, SWIZZLED, ALIGNED)
 
 
-@kernel(do_not_specialize=["M", "N32", "K", "programs"])
+@kernel(do_not_specialize=["M", "N32", "K", "programs", "L", "END2"])
 def gemm_kernel(
     a_desc, sa_desc, b_desc, sb_desc, bias_ptr, residual_desc, y_desc, z_desc, gate_desc, q_desc, s_ptr,
-    M, N32, K, programs,
+    cos_ptr, sin_ptr, at_ptr, M, N32, K, programs, L, END2,
     A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr,
-    PAIR: tl.constexpr, RESIDUAL: tl.constexpr, EMIT_HIGH: tl.constexpr, EMIT_SUM: tl.constexpr,
+    PAIR: tl.constexpr, ROPE: tl.constexpr, HEAD: tl.constexpr, POSITIONS: tl.constexpr,
+    RESIDUAL: tl.constexpr, EMIT_HIGH: tl.constexpr, EMIT_SUM: tl.constexpr,
     Q_BC: tl.constexpr, Q_E5: tl.constexpr, Q_FLOOR: tl.constexpr, SWIZZLED: tl.constexpr, ALIGNED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """`epilogue.gemm_epilogue`. DTYPE is a 16-bit type whose words the outputs are, or fp32 for a plain y.
 
     ACT = "": none; Q_BC = 0: no MXFP8. PAIR: words in a group of gate and of up, whose output has half the columns, or
-    0 for one weight.
+    0 for one weight. ROPE = "": no rotation; END2: words of a row that turn.
     """
     HALF: tl.constexpr = 2 if PAIR > 0 else 1
     N = N32 * 32
@@ -140,6 +180,10 @@ def gemm_kernel(
             elif ACT != "":
                 lo, hi = unpack(w, DTYPE)
                 w = pack(act(lo, ACT), act(hi, ACT), DTYPE)
+            if ROPE != "":
+                w = rotate_words(
+                    w, cos_ptr, sin_ptr, at_ptr, row0, out0, M, L, END2, DTYPE, ROPE, HEAD, POSITIONS
+                )  # fmt: skip
             if RESIDUAL:
                 lo, hi = unpack(w, DTYPE)
                 more_lo, more_hi = unpack(residual_desc.load([row0, out0 // 2]), DTYPE)

@@ -30,7 +30,7 @@ from ..scale_layout import swizzle_scale, swizzled_numel, unswizzle_scale
 from . import apart
 from ._blackwell_kernel import gemm_kernel
 from ._operands import FORMATS, aligned_rows, prepare
-from .epilogue import Epilogue, Outputs, Rotation, check_steps, finish, split
+from .epilogue import Epilogue, Outputs, Rotation, check_rope, check_steps, finish, split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +162,8 @@ def gemm_epilogue(
     scales = _scale_blocks(a_scale, m, k, config.rows, config), _scale_blocks(b_scale, n, k, config.cols, config)
     unused = scales[0]  # what no branch of the kernel reads
     cols = config.cols // half
+    tables = [a_scale if t is None else t.contiguous() for t in (rotation or (None, None, None))]
+    turning = n if epilogue.rope is None else epilogue.rope.columns or n
     scale_out = a_scale if not plan.any else plan.outputs[1] if epilogue.gated else plan.pointers[1]
     gemm_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [config.rows, config.step]), scales[0],
@@ -169,9 +171,12 @@ def gemm_epilogue(
         a_scale if bias is None else bias,
         unused if residual is None else _blocks(aligned_rows(residual), config.rows, cols),
         *(_blocks(out, config.rows, cols) if wanted else unused for out, wanted in zip((y, z, gate), asked)),
-        _blocks(plan.outputs[0], config.rows, cols) if plan.any else unused, scale_out, m, n // 32, k, programs,
+        _blocks(plan.outputs[0], config.rows, cols) if plan.any else unused, scale_out,
+        *tables, m, n // 32, k, programs, 1 if rotation is None else rotation.cos.shape[0], turning // 2,
         **constants_of(config, a.dtype, b.dtype, out_dtype, bias is not None, residual is not None, epilogue, plan),
+        POSITIONS=rotation is not None and rotation.positions is not None,
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=False,
+        **({"maxnreg": 240} if epilogue.rope else {}),  # else the assembler aims for 128 and spills
     )  # fmt: skip
     return Outputs(y, z, gate, *plan.outputs)
 
@@ -183,8 +188,9 @@ def problem(epilogue: Epilogue, out_dtype: torch.dtype) -> str:
         return f"{row.tile_name} tiles are wider than the kernel's 64 columns of a gated pair have room for"
     if epilogue.gated and (epilogue.group % 2 or 64 % epilogue.group):
         return f"rows are interleaved in groups of {epilogue.group}, of which no whole number fits 64 columns"
-    if epilogue.rope is not None:
-        return "RoPE has no kernel here"
+    rope = epilogue.rope
+    if rope is not None and (rope.head_dim % 4 or 128 % rope.head_dim) and not rope.interleaved:
+        return f"a tile of 128 columns does not hold whole heads of {rope.head_dim}"
     if epilogue.colwise is not None:
         return "transposed MXFP8 has no kernel here"
     if row is not None and row.tile[0] > 1:
@@ -224,6 +230,8 @@ def constants_of(
         "BIAS": bias,
         "ACT": GATED_KINDS.get(kind, kind),
         "PAIR": epilogue.group // 2 if epilogue.gated else 0,
+        "ROPE": "" if epilogue.rope is None else "pairs" if epilogue.rope.interleaved else "halves",
+        "HEAD": epilogue.rope.head_dim if epilogue.rope else 0,
         "RESIDUAL": residual,
         "EMIT_HIGH": epilogue.emit_high,
         "EMIT_SUM": epilogue.emit_sum,
@@ -298,6 +306,8 @@ def _check_epilogue(
         raise ValueError(f"gemm_epilogue: got N = {n}, expected a multiple {whole}; the reference backend takes any")
     if bias is not None and tuple(bias.shape) != (n,):
         raise ValueError(f"gemm_epilogue: got bias shape {tuple(bias.shape)}, expected {(n,)}")
+    if epilogue.rope is not None and rotation is not None:
+        check_rope(epilogue.rope, rotation, m, n)
     features = n // 2 if epilogue.gated else n
     if residual is not None and (tuple(residual.shape) != (m, features) or residual.dtype != out_dtype):
         raise ValueError(

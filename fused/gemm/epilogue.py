@@ -257,15 +257,24 @@ def check_steps(epilogue: Epilogue, residual: Tensor | None, rotation: Rotation 
         )
 
 
+def check_rope(rope: Rope, rotation: Rotation, rows: int, features: int) -> None:
+    """Raise ValueError where a (rows, features) z does not hold the heads, or positions are not one a row."""
+    if features % rope.head_dim or rope.columns > features:
+        raise ValueError(
+            f"rope: got {features} features, expected whole heads of {rope.head_dim}, {rope.columns} or more"
+        )
+    at = rotation.positions
+    if at is not None and (tuple(at.shape) != (rows,) or at.dtype != torch.int64):
+        raise ValueError(f"rope: got positions {tuple(at.shape)} {at.dtype}, expected {(rows,)} int64")
+
+
 def rotate(z: Tensor, rope: Rope, rotation: Rotation) -> Tensor:
     """RoPE of the rounded z (M, N): `(u cos - v sin, u sin + v cos)` of each pair (u, v), in fp32, rounded once.
 
     Each product is rounded before the sum: no fused multiply-add.
     """
-    columns = rope.columns or z.shape[1]
-    if z.shape[1] % rope.head_dim or columns > z.shape[1]:
-        raise ValueError(f"rope: got {z.shape[1]} features, expected whole heads of {rope.head_dim}, {columns} or more")
-    at = rotation.positions
+    check_rope(rope, rotation, *z.shape)
+    columns, at = rope.columns or z.shape[1], rotation.positions
     if at is None:
         at = torch.arange(z.shape[0], device=z.device) % rotation.cos.shape[0]
     cos, sin = rotation.cos[at].unsqueeze(1), rotation.sin[at].unsqueeze(1)  # (M, 1, D / 2), the same for every head
