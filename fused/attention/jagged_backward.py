@@ -86,7 +86,7 @@ def dq_step(
 
 @kernel(do_not_specialize=[*SCALARS, "GS8", "OS8", "TS", "LAST_AT"])
 def dq_kernel(
-    q_desc, k_desc, v_desc, do_desc, q_ptr, k_ptr, v_ptr, do_ptr, o_ptr, lse_ptr, stats_ptr, dq_ptr, schedule_ptr,
+    k_desc, v_desc, q_ptr, k_ptr, v_ptr, do_ptr, o_ptr, lse_ptr, stats_ptr, dq_ptr, schedule_ptr,
     ENTRIES, position_ptr, time_ptr, q_times_ptr, k_times_ptr, bounds_ptr, dposition_ptr, dtime_ptr, unit_ptr,
     H, GROUP, QS8, KS8, VS8, GS8, OS8, TS, LAST_AT, scale, scale_log2, window, P, N,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITION: tl.constexpr, TIME: tl.constexpr, STEPS: tl.constexpr,
@@ -107,11 +107,11 @@ def dq_kernel(
             t = anchored(first + shift) + tl.arange(0, BM)
             row = anchored(first) - first + tl.arange(0, BM)
             at = (q0 + first).to(tl.int64) * H + head
+            # Plain loads are in flight together, where each of TMA's outside of a loop is waited for.
             o = load_some_rows(o_ptr, q0 + first, Lq - first, OS8, head, BM, E)
-            if TMA:
-                do = load_rows(do_desc, do_ptr, q0 + first, GS8, head, BM, E, True)
-            else:
-                do = load_some_rows(do_ptr, q0 + first, Lq - first, GS8, head, BM, E)
+            do = load_some_rows(do_ptr, q0 + first, Lq - first, GS8, head, BM, E)
+            if QUERIES or TABLES:
+                q = load_some_rows(q_ptr, q0 + first, Lq - first, QS8, head, BM, D)
             delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
             lse2 = tl.load(lse_ptr + at + row * H, mask=row < Lq - first, other=float("inf")) * LOG2E
             stat = stats_ptr + head.to(tl.int64) * TS
@@ -125,10 +125,6 @@ def dq_kernel(
             tl.store(again, tl.where(taken, float("inf"), lse2), mask=is_last)
             tl.store(again + tl.cast(H, tl.int64) * TS, delta, mask=is_last)
             if QUERIES or TABLES:
-                if TMA:
-                    q = load_rows(q_desc, q_ptr, q0 + first, QS8, head, BM, D, True)
-                else:
-                    q = load_some_rows(q_ptr, q0 + first, Lq - first, QS8, head, BM, D)
                 q_time = t
                 unit = 1.0
                 if TIME:
@@ -226,7 +222,7 @@ def member_of(step, shared, begin, blocks, GROUP: tl.constexpr):
 
 @kernel(do_not_specialize=["ENTRIES", "H", "QS8", "KS8", "VS8", "GS8", "TS", "LAST_AT", "skipped", "window", "P", "N"])
 def dkdv_kernel(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, schedule_ptr,
+    q_desc, do_desc, stats_desc, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, schedule_ptr,
     ENTRIES, skipped, position_ptr, time_ptr, q_times_ptr, k_times_ptr, bounds_ptr, H, QS8, KS8, VS8, GS8, TS, LAST_AT,
     scale, scale_log2, window, P, N,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITION: tl.constexpr, TIME: tl.constexpr, STEPS: tl.constexpr,
@@ -245,12 +241,8 @@ def dkdv_kernel(
         if (rank < units) & (first < Lk):
             shared = rank % heads
             shift = Lk - Lq
-            if TMA:
-                k = load_rows(k_desc, k_ptr, k0 + first, KS8, shared, BM, D, True)
-                v = load_rows(v_desc, v_ptr, k0 + first, VS8, shared, BM, E, True)
-            else:
-                k = load_some_rows(k_ptr, k0 + first, Lk - first, KS8, shared, BM, D)
-                v = load_some_rows(v_ptr, k0 + first, Lk - first, VS8, shared, BM, E)
+            k = load_some_rows(k_ptr, k0 + first, Lk - first, KS8, shared, BM, D)
+            v = load_some_rows(v_ptr, k0 + first, Lk - first, VS8, shared, BM, E)
             s = anchored(first) + tl.arange(0, BM)
             k_time = s
             if TIME:
@@ -437,21 +429,20 @@ def _launch_dq(
     heads, unread = q.x.shape[1], lse
     sums = [unread if x is None else x for x in (tables.position, tables.time, tables.unit)]
     dq_kernel[(config.programs(problem.entries[0], heads, q.x.device.index),)](
-        q.boxes(config.rows, tma), k.boxes(config.block, tma), v.boxes(config.block, tma), do.boxes(config.rows, tma),
-        q.x, k.x, v.x, do.x, o.x, lse, stats.x, dq if dq.numel() else q.x, problem.schedule, problem.entries[0],
-        *problem.bias, *sums, heads, problem.groups, q.stride8, k.stride8, v.stride8, do.stride8, o.stride8,
-        stats.x.stride(0), stats.last_at, problem.scale, problem.scale * LOG2E.value, problem.window or 0,
-        *problem.sizes, **problem.constants, QUERIES=dq.numel() > 0, TABLES=tables.unit is not None, LAST=stats.block,
-        **config.launch,
+        k.boxes(config.block, tma), v.boxes(config.block, tma), q.x, k.x, v.x, do.x, o.x, lse, stats.x,
+        dq if dq.numel() else q.x, problem.schedule, problem.entries[0], *problem.bias, *sums, heads, problem.groups,
+        q.stride8, k.stride8, v.stride8, do.stride8, o.stride8, stats.x.stride(0), stats.last_at, problem.scale,
+        problem.scale * LOG2E.value, problem.window or 0, *problem.sizes, **problem.constants,
+        QUERIES=dq.numel() > 0, TABLES=tables.unit is not None, LAST=stats.block, **config.launch,
     )  # fmt: skip
 
 
 def _launch_dkdv(problem: Problem, do: Operand, stats: Stats, dk: Tensor, dv: Tensor, config: Config) -> None:
     q, k, v, tma = problem.q, problem.k, problem.v, problem.tma
     dkdv_kernel[(config.programs(problem.entries[1], k.x.shape[1], q.x.device.index),)](
-        q.boxes(config.block, tma), k.boxes(config.rows, tma), v.boxes(config.rows, tma), do.boxes(config.block, tma),
-        stats.boxes(tma), q.x, k.x, v.x, do.x, stats.x, dk, dv, problem.schedule, problem.entries[1],
-        1 + problem.entries[0], *problem.bias, q.x.shape[1], q.stride8, k.stride8, v.stride8, do.stride8,
-        stats.x.stride(0), stats.last_at, problem.scale, problem.scale * LOG2E.value, problem.window or 0,
-        *problem.sizes, **problem.constants, GROUP=problem.groups, **config.launch,
+        q.boxes(config.block, tma), do.boxes(config.block, tma), stats.boxes(tma), q.x, k.x, v.x, do.x, stats.x, dk, dv,
+        problem.schedule, problem.entries[1], 1 + problem.entries[0], *problem.bias, q.x.shape[1], q.stride8,
+        k.stride8, v.stride8, do.stride8, stats.x.stride(0), stats.last_at, problem.scale,
+        problem.scale * LOG2E.value, problem.window or 0, *problem.sizes, **problem.constants, GROUP=problem.groups,
+        **config.launch,
     )  # fmt: skip
