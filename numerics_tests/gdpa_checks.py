@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused.attention import _pointwise, block, gdpa, gdpa_backward, jagged_reference
+from fused.attention import _pointwise, block, gdpa, gdpa_backward, jagged_reference, schedule
 from fused.attention.activations import ACTIVATIONS, act, act_grad
 from fused.attention.bias import JaggedBias, log_time_bounds
 from fused.attention.block import tile_of
@@ -168,6 +168,17 @@ def check_gdpa(
         agree(ours, theirs, dtype, f"{what} {name}")
 
 
+def check_schedule_of_another_mask(case: JaggedCase, device: str) -> None:
+    """Tiles of a sample that do not follow one another in the schedule give the same output."""
+    t = tensors(case, dtype=BF16, device=device)
+    options: dict[str, Any] = {"activation": "gelu", "pre_scale": 0.2, "post_scale": 1.0}
+    outs = []
+    for causal in (False, True):
+        made = schedule.build(t.q_offsets, t.k_offsets, len(t.q), len(t.k), t.max_q, t.max_k, causal=causal)
+        outs.append(gdpa.forward(t.q, t.k, t.v, *t.layout, None, made, **options))
+    assert torch.equal(*outs)
+
+
 def check_wanted(device: str) -> None:
     """What is not wanted is empty, and what is comes out the same."""
     case = JaggedCase(name="wanted", q_lengths=(9, 33), k_lengths=(40, 3), groups=1)
@@ -202,6 +213,11 @@ def gdpa_checks(device: str) -> Iterator[Callable[[], None]]:
     yield check(small, "gelu", seeds=37)
     yield check(small, "silu", seeds=3, bias=True, **MASKS["window"])
     yield check(BY_NAME["all-empty"], "gelu", seeds=5)
+    short = JaggedCase(name="short", q_lengths=(300, 0, 129, 5, 257), k_lengths=(70, 3, 0, 130, 200), heads=1, groups=1)
+    yield check(short, "gelu")
+    yield check(replace(short, k_lengths=(70, 3, 0, 128, 70), heads=2), "silu", dtype=FP16)
+    yield check(replace(short, k_lengths=(9, 3, 0, 64, 9)), "silu", pre_scale=-0.1, seeds=140)
+    yield lambda: check_schedule_of_another_mask(short, device)
     yield check(replace(small, dim=48, value_dim=80))
     yield lambda: check_wanted(device)
     if device == "cuda":

@@ -225,7 +225,7 @@ def forward(
         q, k, v, out, offsets, scale * LOG2E, offsets.numel() - 1, tokens,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         heads, groups, width, out_width, _padded(width), _padded(out_width), block, tile, causal,
-        num_warps=config.warps, **config.options,
+        num_warps=config.warps, enable_fp_fusion=True, **config.options,
     )  # fmt: skip
     return out
 
@@ -296,7 +296,7 @@ def _launch_backward(
         g, q, k, v, dq, dk, dv, offsets, scale * LOG2E, scale, offsets.numel() - 1, q.shape[0],
         *g.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         heads, k.shape[1], width, out_width, _padded(width), _padded(out_width), block, tile, causal,
-        "q" in wanted, "k" in wanted, "v" in wanted, num_warps=config.warps, **config.options,
+        "q" in wanted, "k" in wanted, "v" in wanted, num_warps=config.warps, enable_fp_fusion=True, **config.options,
     )  # fmt: skip
 
 
