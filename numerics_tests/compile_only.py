@@ -36,7 +36,7 @@ from fused.gemm.dact import Dact
 from fused.gemm.epilogue import Epilogue, interleaved_tile
 from fused.reference_ops import GATED_KINDS, PLAIN_KINDS
 from fused.spec import QuantSpec
-from numerics_tests import jagged_launches
+from numerics_tests import gdpa_launches, jagged_launches
 from numerics_tests.gdpa_launches import gdpa_calls
 from numerics_tests.jagged_launches import jagged_calls
 
@@ -48,6 +48,7 @@ TOLERATED_STACK = {"norm_staged_kernel": 8} | (
 programs fit a multiprocessor, not four. Newer triton also computes the addresses of an epilogue before a warpgroup's
 first tile and puts them aside: it stores nothing after that, and reads 60 words a tile of 16384 elements. Of jagged
 attention's forward, whose O, S and P take 224 registers, it keeps 24 words apart, of dK and dV 256 wide 10."""
+TOLERATED_STACK |= gdpa_launches.TOLERATED_STACK
 
 MAX_REGISTERS = 255
 MAX_SHARED = 227 * 1024
