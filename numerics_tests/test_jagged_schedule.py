@@ -79,11 +79,11 @@ def greedy(work: list[int], programs: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("samples", "longest", "bound"), [(256, 1024, 1.04), (1152, 512, 1.02), (64, 4096, 1.06)], ids=str
+    ("samples", "longest", "bound"), [(256, 1024, 1.03), (1152, 512, 1.01), (64, 4096, 1.03)], ids=str
 )
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
 def test_programs_get_about_the_same_work(samples: int, longest: int, bound: float, mask: str) -> None:
-    """Most over mean, each tile for 4 heads; measured 1.01 to 1.05. In the batch's order: 1.3 to 2.6."""
+    """Most over mean, each tile for 4 heads; measured 1.00 to 1.02. Dealt in the batch's order: 1.09 to 1.49."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, longest + 1, (samples,), generator=generator)
     offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
