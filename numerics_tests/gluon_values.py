@@ -174,14 +174,14 @@ _body: list[Callable[..., Any]] = []
 
 
 @triton.jit
-def _kernel(a, b, c, d, e, f, row, col, M, N):
-    _body[0](a, b, c, d, e, f, row, col, M, N)
+def _kernel(a, b, c, d, e, f, g, h, i, row, col, M, N):
+    _body[0](a, b, c, d, e, f, g, h, i, row, col, M, N)
 
 
 def run(
     body: Callable[..., Any], *pointers: Tensor, row: int = 0, col: int = 0, size: tuple[int, int] = (0, 0)
 ) -> None:  # fmt: skip
-    """Call `body` with up to 6 tensors as pointers, a tile's place and a matrix's size, as device code has them."""
+    """Call `body` with up to 9 tensors as pointers, a tile's place and a matrix's size, as device code has them."""
     _body[:] = [body]
     unused = torch.zeros(1)
-    _kernel[(1,)](*pointers, *[unused] * (6 - len(pointers)), row, col, *size)  # pyright: ignore[reportCallIssue]
+    _kernel[(1,)](*pointers, *[unused] * (9 - len(pointers)), row, col, *size)  # pyright: ignore[reportCallIssue]

@@ -93,7 +93,7 @@ def check_plain(kind: str, spec: QuantSpec | None, bias: bool, residual: bool, f
     z_box, y_box, q_box = values.Boxes(rows, width // 2), values.Boxes(rows, width // 2), values.Boxes(rows, width // 4)
     scale = torch.zeros(rows, width // 32, dtype=torch.uint8)
 
-    def body(more_ptr, s_ptr, _c, _d, _e, _f, row, col, m, n) -> None:
+    def body(more_ptr, s_ptr, _c, _d, _e, _f, _g, _h, _i, row, col, m, n) -> None:
         values.values_of(kernel.finish)(
             values.block(acc.clone()), values.block(added), values.Shared(torch.zeros(64, 64, dtype=torch.int32)),
             more_ptr, z_box, y_box, q_box, s_ptr, row, col, m, n, n,
@@ -125,7 +125,7 @@ def check_gated(kind: str, spec: QuantSpec, halves: int) -> None:
     q_box, scale = values.Boxes(rows, features // 4), torch.zeros(rows, features // 32, dtype=torch.uint8)
     inner = reference_ops.GATED_KINDS[kind]
 
-    def body(s_ptr, _b, _c, _d, _e, _f, row, col, m, n) -> None:
+    def body(s_ptr, _b, _c, _d, _e, _f, _g, _h, _i, row, col, m, n) -> None:
         buffers = [values.Shared(torch.zeros(64, 32, dtype=torch.int32)) for _ in range(2)]
         tiles = [(acc[:, at : at + 128].contiguous(), bias[at : at + 128]) for at in (0, 128 * (halves - 1))]
         values.values_of(kernel.finish_gated)(
@@ -160,7 +160,7 @@ def check_dact(kind: str, spec: QuantSpec, rows: int, features: int) -> None:
     partial = torch.zeros(1, features)
     BC, E5, FLOOR = flags(spec)
 
-    def body(s_ptr, qt_ptr, st_ptr, at_ptr, ast_ptr, partial_ptr, row, col, m, n) -> None:
+    def body(s_ptr, qt_ptr, st_ptr, at_ptr, ast_ptr, partial_ptr, _g, _h, _i, row, col, m, n) -> None:
         words = [grad_y[64 * i : 64 * i + 64].contiguous().view(torch.int32).view(64, 4, 16) for i in range(2)]
         values.values_of(dact_kernel.finish)(
             values.block(words[0]), values.block(words[1]), values.Shared(z.clone().view(torch.int32)),
@@ -186,6 +186,40 @@ def check_dact(kind: str, spec: QuantSpec, rows: int, features: int) -> None:
     torch.testing.assert_close(partial[0][finite], out[2][finite], rtol=1e-5, atol=1e-4)
 
 
+def check_gated_dact(kind: str, spec: QuantSpec) -> None:
+    """Every output of a whole tile of dgrad before a gated pair."""
+    grad_y, up, gate = sums(128, 128).bfloat16(), sums(128, 128).flip(0).bfloat16(), sums(128, 128).flip(1).bfloat16()
+    boxes = [values.Boxes(128, 32) for _ in range(2)]
+    scale = [torch.zeros(128, 4, dtype=torch.uint8) for _ in range(2)]
+    transposed = [(torch.zeros(128, 32, dtype=torch.int32), torch.zeros(128, 1, dtype=torch.int32)) for _ in range(3)]
+    partial = torch.zeros(1, 256)
+    BC, E5, FLOOR = flags(spec)
+
+    def body(*args) -> None:
+        *pointers, row, col, m, n = args
+        words = [grad_y[64 * i : 64 * i + 64].contiguous().view(torch.int32).view(64, 4, 16) for i in range(2)]
+        s_ptr, gs_ptr, partial_ptr, *columns = pointers
+        values.values_of(dact_kernel.finish_gated)(
+            values.block(words[0]), values.block(words[1]), values.Shared(up.clone().view(torch.int32)),
+            values.Shared(gate.clone().view(torch.int32)), values.Shared(torch.zeros(64, 32, dtype=torch.int32)),
+            boxes[0], boxes[1], partial_ptr, s_ptr, *columns[:2], gs_ptr, *columns[2:4], *columns[4:], row, col, m, n,
+            m, reference_ops.GATED_KINDS[kind], True, BC, E5, FLOOR, BC, E5, FLOOR, True, BC, E5, FLOOR, 16,
+        )  # fmt: skip
+
+    values.run(body, *scale, partial, *(t for pair in transposed for t in pair), size=(128, 128))
+    out = activation_quantize.activation_backward(grad_y, up, gate, kind, spec, spec, True, spec)
+    what = f"dact {kind} {spec}"
+    for i in range(2):
+        same(boxes[i].values.view(torch.uint8), out[4 + 4 * i], f"qdata {i} {what}")
+        same(scale[i], out[5 + 4 * i], f"scale {i} {what}")
+    for i, at in enumerate((6, 10, 12)):
+        same(transposed[i][0].view(torch.uint8), out[at], f"qdata_t {i} {what}")
+        same(transposed[i][1].view(torch.uint8), out[at + 1], f"scale_t {i} {what}")
+    for found, expected in ((partial[0, 128:], out[2]), (partial[0, :128], out[3])):
+        finite = expected.isfinite()
+        torch.testing.assert_close(found[finite], expected[finite], rtol=1e-5, atol=1e-4)
+
+
 def main() -> None:
     torch.manual_seed(0)
     for across, deal in itertools.product((1, 32, 128), ("blocks", "pairs")):
@@ -198,6 +232,8 @@ def main() -> None:
         check_gated(kind, SPECS[i], 1 if SPECS[i].tile[1] == 32 else 2)
     for i, kind in enumerate(reference_ops.PLAIN_KINDS):
         check_dact(kind, SPECS[i % 4], *((128, 128), (100, 96), (112, 128))[i % 3])
+    check_gated_dact("swiglu", SPECS[1])
+    check_gated_dact("reglu", SPECS[2])
 
 
 if __name__ == "__main__":

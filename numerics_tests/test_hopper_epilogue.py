@@ -62,13 +62,19 @@ def test_what_the_kernels_leave_to_others() -> None:
     coarse, fine = hopper.variant_of((1, 128), (128, 128)), hopper.variant_of((1, 32), (1, 32))
     every = Dact(activation="gelu", rowwise=WIDE, colwise=WIDE, act_colwise=WIDE, emit_high=False)
     dtypes = (BF16, BF16, BF16)
-    assert hopper_dact.problem(every, coarse, dtypes, 4096) == ""
-    assert "registers" in hopper_dact.problem(every, fine, dtypes, 4096)
-    assert "multiple of 4" in hopper_dact.problem(every, coarse, dtypes, 4097)
-    assert "float32" in hopper_dact.problem(every, coarse, (BF16, torch.float32, BF16), 4096)
-    assert "stored" not in hopper_dact.problem(every, coarse, dtypes, 4096)
-    assert "dz itself" in hopper_dact.problem(Dact(activation="gelu"), coarse, dtypes, 4096)
-    assert "gated" in hopper_dact.problem(Dact(activation="swiglu", emit_high=False), coarse, dtypes, 4096)
+
+    def problem(
+        steps: Dact, variant: hopper.Variant = coarse, dtypes: Any = dtypes, tokens: int = 4096, packed: bool = False
+    ) -> str:
+        return hopper_dact.problem(steps, variant, dtypes, tokens, packed)
+
+    assert problem(every) == problem(Dact(activation="swiglu", emit_high=False)) == ""
+    assert "registers" in problem(every, fine)
+    assert "multiple of 4" in problem(every, tokens=4097)
+    assert "float32" in problem(every, dtypes=(BF16, torch.float32, BF16))
+    assert "dz itself" in problem(Dact(activation="gelu"))
+    assert "registers" in problem(Dact(activation="geglu", emit_high=False))
+    assert "one matrix" in problem(Dact(activation="swiglu", emit_high=False), packed=True)
 
 
 def test_a_config_follows_from_the_variant_and_k() -> None:
@@ -281,13 +287,15 @@ def test_dgrad_has_the_bits_of_separate_kernels(shape: tuple[int, int, int], til
     given: dict[str, Any] = {"a_tile": a_tile, "b_tile": b_tile}
     grad_y = hopper.gemm(a, sa, b, sb, out_dtype=BF16, **given)
     forms = ((spec, spec, spec, True), (spec, None, None, False), (None, spec, None, True), (spec, spec, None, False))
-    for kind, (row, col, again, bias) in itertools.product(reference_ops.PLAIN_KINDS, forms):
+    other = torch.randn(m, n, device="cuda", dtype=BF16) * 2
+    for kind, (row, col, again, bias) in itertools.product((*reference_ops.PLAIN_KINDS, "swiglu", "reglu"), forms):
+        gate = other if kind in reference_ops.GATED_KINDS else None
         steps = Dact(
             activation=kind, rowwise=row, colwise=col, act_colwise=again, emit_high=False, emit_bias=bias
         )  # fmt: skip
         poison((m, n), (m, n), (m, n))
-        found = hopper_dact.gemm_dact(a, sa, b, sb, z, epilogue=steps, **given)
-        expected = activation_backward(grad_y, z, None, kind, row, col, bias, again, emit_high=False)
+        found = hopper_dact.gemm_dact(a, sa, b, sb, z, gate, epilogue=steps, **given)
+        expected = activation_backward(grad_y, z, gate, kind, row, col, bias, again, emit_high=False)
         same(found, expected, f"{kind} {row} {col} {again} {bias}")
 
 

@@ -1,7 +1,7 @@
 """The Hopper dgrad whose warpgroups multiply by the derivative of the activation before: `dact.gemm_dact`.
 
-    grad_y = bf16(a @ b.T);  dz = bf16(grad_y * act'(z));  MXFP8 of dz, row-wise and transposed, its sums over the
-    tokens, and MXFP8 of bf16(act(z)), transposed
+    grad_y = bf16(a @ b.T);  dz = bf16(grad_y * act'(z)), or of a gated pair both gradients;  MXFP8 of dz, row-wise and
+    transposed, its sums over the tokens, and MXFP8 of y, transposed
 
 A tile is 128 tokens x 128 features, so that it holds every scale whole. Two warpgroups take tiles in turn: one
 multiplies while the other is busy with what follows, which takes about as long. z comes by TMA a tile ahead. y takes
@@ -9,8 +9,7 @@ its place in shared memory and then dz does; both are read from there by columns
 (`_staged`), and become transposed qdata in place. Row-wise qdata is made from registers, where a thread has a block
 of 32 (`_hopper_epilogue_kernel`).
 
-SASS instructions an element: 37 for GELU and every output, of which 22 for act and act', 3 row-wise, 5 for each
-transpose, 2 for the sums.
+SASS instructions an element: 37 for GELU and every output, 30 of these without y, 28 for SiLU, 43 for SwiGLU.
 """
 
 from __future__ import annotations
@@ -42,10 +41,12 @@ SCALARS = [
 
 
 @gluon.jit
-def load_z(z_desc, smem, ready, row, col):
-    """Start the copy of a tile of z."""
-    mbarrier.expect(ready, 128 * 128 * 2)
-    tma_load(z_desc, [row, col // 2], ready, smem)
+def load_z(z_desc, gate_desc, z, gate, ready, row, col, GATED: gl.constexpr):
+    """Start the copy of a tile of z, and of the gate."""
+    mbarrier.expect(ready, 128 * 128 * (4 if GATED else 2))
+    tma_load(z_desc, [row, col // 2], ready, z)
+    if GATED:
+        tma_load(gate_desc, [row, col // 2], ready, gate)
 
 
 @gluon.jit
@@ -90,6 +91,23 @@ def sum_columns(w0, w1, w2, w3, line_ptr, col0, N):
 
 
 @gluon.jit
+def emit_columns(
+    tile, line_ptr, qt_ptr, st_ptr, row0, col, M, N, MT,
+    BIAS: gl.constexpr, C_BR: gl.constexpr, C_E5: gl.constexpr, C_FLOOR: gl.constexpr, C_ALIGNED: gl.constexpr,
+    T_ALIGN: gl.constexpr,
+):  # fmt: skip
+    """Sums over the tokens and transposed MXFP8 of words (128, 64) in shared memory, which are overwritten."""
+    if BIAS:
+        w0, w1, w2, w3 = column_words(tile)
+        sum_columns(w0, w1, w2, w3, line_ptr, col, N)
+    if C_BR > 0:
+        emit_tile(
+            tile, 0, row0, col, M, N // 8, MT, qt_ptr, st_ptr, qt_ptr, st_ptr,
+            0, 0, False, False, False, C_BR, 1, C_E5, C_FLOOR, C_ALIGNED, False, T_ALIGN,
+        )  # fmt: skip
+
+
+@gluon.jit
 def finish(
     g0, g1, z, q_smem, q_desc, partial_ptr, s_ptr, qt_ptr, st_ptr, at_ptr, ast_ptr, row, col, M, N, MT,
     ACT: gl.constexpr, BIAS: gl.constexpr,
@@ -106,30 +124,80 @@ def finish(
         emit_rows(d1, q_smem, q_desc, s_ptr, row + 64, col, M, N, R_BC, R_E5, R_FLOOR)
     row0 = row.to(gl.int64)
     if A_BR > 0:
-        emit_tile(
-            z, 0, row0, col, M, N // 8, MT, at_ptr, ast_ptr, at_ptr, ast_ptr,
-            0, 0, False, False, False, A_BR, 1, A_E5, A_FLOOR, C_ALIGNED, False, T_ALIGN,
+        emit_columns(
+            z, partial_ptr, at_ptr, ast_ptr, row0, col, M, N, MT, False, A_BR, A_E5, A_FLOOR, C_ALIGNED, T_ALIGN
         )  # fmt: skip
     if C_BR > 0 or BIAS:
         barrier()
         z.slice(0, 64).store(d0)
         z.slice(64, 64).store(d1)
-    if BIAS:
-        w0, w1, w2, w3 = column_words(z)
-        sum_columns(w0, w1, w2, w3, partial_ptr + (row0 // 128) * N, col, N)
-    if C_BR > 0:
-        emit_tile(
-            z, 0, row0, col, M, N // 8, MT, qt_ptr, st_ptr, qt_ptr, st_ptr,
-            0, 0, False, False, False, C_BR, 1, C_E5, C_FLOOR, C_ALIGNED, False, T_ALIGN,
+        emit_columns(
+            z, partial_ptr + (row0 // 128) * N, qt_ptr, st_ptr, row0, col, M, N, MT,
+            BIAS, C_BR, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN,
         )  # fmt: skip
 
 
 @gluon.jit
-def consume(
-    a_smem, b_smem, z_smem, q_smem, a_scale, b_scale, full, empty, ready, order, z_desc, q_desc,
-    partial_ptr, s_ptr, qt_ptr, st_ptr, at_ptr, ast_ptr, M, N, K, MT, steps, units,
-    W: gl.constexpr, NC: gl.constexpr, BA: gl.constexpr, J: gl.constexpr, NS: gl.constexpr, GROUP: gl.constexpr,
+def differentiate_gated(g, gate, up, ACT: gl.constexpr):
+    """Words (64, 64) of the gradients of the gate and of up from those of grad_y; y takes the place of the gate in
+    shared memory.
+    """
+    flat = g.reshape([64, 64])
+    lo, hi = unpack(gate.load(flat.type.layout), tl.bfloat16)
+    up_lo, up_hi = unpack(up.load(flat.type.layout), tl.bfloat16)
+    g_lo, g_hi = unpack(flat, tl.bfloat16)
+    y_lo, d_lo = act_and_slope(lo, ACT)
+    y_hi, d_hi = act_and_slope(hi, ACT)
+    gate.store(pack(y_lo * up_lo, y_hi * up_hi, tl.bfloat16))
+    of_up = pack(g_lo * y_lo, g_hi * y_hi, tl.bfloat16)
+    return pack(g_lo * up_lo * d_lo, g_hi * up_hi * d_hi, tl.bfloat16), of_up
+
+
+@gluon.jit
+def finish_gated(
+    g0, g1, z, gate, q_smem, q_desc, gq_desc, partial_ptr, s_ptr, qt_ptr, st_ptr, gs_ptr, gqt_ptr, gst_ptr,
+    at_ptr, ast_ptr, row, col, M, N, MT,
     ACT: gl.constexpr, BIAS: gl.constexpr,
+    R_BC: gl.constexpr, R_E5: gl.constexpr, R_FLOOR: gl.constexpr,
+    C_BR: gl.constexpr, C_E5: gl.constexpr, C_FLOOR: gl.constexpr, C_ALIGNED: gl.constexpr,
+    A_BR: gl.constexpr, A_E5: gl.constexpr, A_FLOOR: gl.constexpr, T_ALIGN: gl.constexpr,
+):  # fmt: skip
+    """`finish` of a gated pair: z is up. The gradient of up takes the place of z, y and then that of the gate that of
+    the gate.
+    """
+    d0, u0 = differentiate_gated(g0, gate.slice(0, 64), z.slice(0, 64), ACT)
+    z.slice(0, 64).store(u0)
+    if R_BC > 0:
+        emit_rows(u0, q_smem, q_desc, s_ptr, row, col, M, N, R_BC, R_E5, R_FLOOR)
+        emit_rows(d0, q_smem, gq_desc, gs_ptr, row, col, M, N, R_BC, R_E5, R_FLOOR)
+    d1, u1 = differentiate_gated(g1, gate.slice(64, 64), z.slice(64, 64), ACT)
+    z.slice(64, 64).store(u1)
+    if R_BC > 0:
+        emit_rows(u1, q_smem, q_desc, s_ptr, row + 64, col, M, N, R_BC, R_E5, R_FLOOR)
+        emit_rows(d1, q_smem, gq_desc, gs_ptr, row + 64, col, M, N, R_BC, R_E5, R_FLOOR)
+    row0 = row.to(gl.int64)
+    line_ptr = partial_ptr + (row0 // 128) * (2 * N)
+    if A_BR > 0:
+        emit_columns(
+            gate, line_ptr, at_ptr, ast_ptr, row0, col, M, N, MT, False, A_BR, A_E5, A_FLOOR, C_ALIGNED, T_ALIGN
+        )  # fmt: skip
+    barrier()
+    gate.slice(0, 64).store(d0)
+    gate.slice(64, 64).store(d1)
+    emit_columns(
+        gate, line_ptr, gqt_ptr, gst_ptr, row0, col, M, N, MT, BIAS, C_BR, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN
+    )  # fmt: skip
+    emit_columns(
+        z, line_ptr + N, qt_ptr, st_ptr, row0, col, M, N, MT, BIAS, C_BR, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN
+    )  # fmt: skip
+
+
+@gluon.jit
+def consume(
+    a_smem, b_smem, z_smem, q_smem, a_scale, b_scale, full, empty, ready, order, z_desc, gate_desc, q_desc, gq_desc,
+    partial_ptr, s_ptr, qt_ptr, st_ptr, gs_ptr, gqt_ptr, gst_ptr, at_ptr, ast_ptr, M, N, K, MT, steps, units,
+    W: gl.constexpr, NC: gl.constexpr, BA: gl.constexpr, J: gl.constexpr, NS: gl.constexpr, GROUP: gl.constexpr,
+    GATED: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr,
     R_BC: gl.constexpr, R_E5: gl.constexpr, R_FLOOR: gl.constexpr,
     C_BR: gl.constexpr, C_E5: gl.constexpr, C_FLOOR: gl.constexpr, C_ALIGNED: gl.constexpr,
     A_BR: gl.constexpr, A_E5: gl.constexpr, A_FLOOR: gl.constexpr, T_ALIGN: gl.constexpr,
@@ -137,13 +205,14 @@ def consume(
     """Warpgroup W: every NC-th tile."""
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     z = z_smem.index(W)
+    gate = z_smem.index(NC + W if GATED else W)
     zbar = ready.index(W)
     i = W * steps
     turn = 0
     u = gl.program_id(0) + W * gl.num_programs(0)
     if u < units:
         row, col, _, _, _ = unit_at(u, M, N, K, steps, 128, 128, GROUP)
-        load_z(z_desc, z, zbar, row, col)
+        load_z(z_desc, gate_desc, z, gate, zbar, row, col, GATED)
     while u < units:
         row, col, _, _, _ = unit_at(u, M, N, K, steps, 128, 128, GROUP)
         mbarrier.wait(order.index(W), turn & 1 if W > 0 else (turn & 1) ^ 1)  # the first of all waits for nobody
@@ -157,24 +226,31 @@ def consume(
         g1 = words_of(acc1, 0.0, 4, False)
         mbarrier.wait(zbar, turn & 1)
         turn += 1
-        finish(
-            g0, g1, z, q_smem.index(W), q_desc, partial_ptr, s_ptr, qt_ptr, st_ptr, at_ptr, ast_ptr, row, col, M, N, MT,
-            ACT, BIAS, R_BC, R_E5, R_FLOOR, C_BR, C_E5, C_FLOOR, C_ALIGNED, A_BR, A_E5, A_FLOOR, T_ALIGN,
-        )  # fmt: skip
+        if GATED:
+            finish_gated(
+                g0, g1, z, gate, q_smem.index(W), q_desc, gq_desc, partial_ptr, s_ptr, qt_ptr, st_ptr, gs_ptr, gqt_ptr,
+                gst_ptr, at_ptr, ast_ptr, row, col, M, N, MT,
+                ACT, BIAS, R_BC, R_E5, R_FLOOR, C_BR, C_E5, C_FLOOR, C_ALIGNED, A_BR, A_E5, A_FLOOR, T_ALIGN,
+            )  # fmt: skip
+        else:
+            finish(
+                g0, g1, z, q_smem.index(W), q_desc, partial_ptr, s_ptr, qt_ptr, st_ptr, at_ptr, ast_ptr, row, col, M, N,
+                MT, ACT, BIAS, R_BC, R_E5, R_FLOOR, C_BR, C_E5, C_FLOOR, C_ALIGNED, A_BR, A_E5, A_FLOOR, T_ALIGN,
+            )  # fmt: skip
         if u < units:
             row, col, _, _, _ = unit_at(u, M, N, K, steps, 128, 128, GROUP)
             fence_async_shared()
             barrier()
-            load_z(z_desc, z, zbar, row, col)
+            load_z(z_desc, gate_desc, z, gate, zbar, row, col, GATED)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=SCALARS)
 def gemm_dact_kernel(
-    a_desc, b_desc, z_desc, q_desc, sa_ptr, sb_ptr, partial_ptr, s_ptr, qt_ptr, st_ptr, at_ptr, ast_ptr,
-    M, N, K, MT, a_stride, b_stride, steps,
+    a_desc, b_desc, z_desc, gate_desc, q_desc, gq_desc, sa_ptr, sb_ptr, partial_ptr, s_ptr, qt_ptr, st_ptr,
+    gs_ptr, gqt_ptr, gst_ptr, at_ptr, ast_ptr, M, N, K, MT, a_stride, b_stride, steps,
     NC: gl.constexpr, BA: gl.constexpr, J: gl.constexpr, NS: gl.constexpr, GROUP: gl.constexpr,
-    REGS: gl.constexpr, LOADER_REGS: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr,
+    REGS: gl.constexpr, LOADER_REGS: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr,
     R_BC: gl.constexpr, R_E5: gl.constexpr, R_FLOOR: gl.constexpr,
     C_BR: gl.constexpr, C_E5: gl.constexpr, C_FLOOR: gl.constexpr, C_ALIGNED: gl.constexpr,
     A_BR: gl.constexpr, A_E5: gl.constexpr, A_FLOOR: gl.constexpr, T_ALIGN: gl.constexpr,
@@ -182,16 +258,17 @@ def gemm_dact_kernel(
     """Operands, BA, J, NS as of `_hopper_kernel.gemm_kernel`; flags as of `launch.Emission`, all tiles one wide.
 
     Args:
-        z_desc: (M, N) as int32 words. q_desc, s_ptr: row-wise qdata as int32 words, and scale bytes.
-        partial_ptr: (ceil(M / 128), N) fp32, sums over 128 tokens.
+        z_desc, gate_desc: (M, N) as int32 words. q_desc, s_ptr: row-wise qdata as int32 words, and scale bytes.
+        partial_ptr: (ceil(M / 128), N) fp32, sums over 128 tokens; if GATED (.., 2 N), those of the gate first.
         qt_ptr, st_ptr, at_ptr, ast_ptr: transposed qdata and scales of dz and of y.
+        gq_desc, gs_ptr, gqt_ptr, gst_ptr: the same of the gradient of the gate.
         MT: bytes a row of transposed qdata takes.
     """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [NS * 2, 64, 128], a_desc.layout)
     b_smem = gl.allocate_shared_memory(b_desc.dtype, [NS] + b_desc.block_shape, b_desc.layout)  # noqa: RUF005
-    z_smem = gl.allocate_shared_memory(gl.int32, [NC, 128, 64], WORDS)
+    z_smem = gl.allocate_shared_memory(gl.int32, [NC * 2 if GATED else NC, 128, 64], WORDS)
     q_smem = gl.allocate_shared_memory(gl.int32, [NC, 64, 32], WORDS)
     a_scale = gl.allocate_shared_memory(gl.float32, [NS * J * 2, 64], FLAT)
     b_scale = gl.allocate_shared_memory(gl.float32, [NS * J, 64], FLAT)
@@ -209,8 +286,8 @@ def gemm_dact_kernel(
     units = ((M + 127) // 128) * ((N + 127) // 128)
     # fmt: off
     gl.warp_specialize([
-        (consume, (a_smem, b_smem, z_smem, q_smem, a_scale, b_scale, full, empty, ready, order, z_desc, q_desc, partial_ptr, s_ptr, qt_ptr, st_ptr, at_ptr, ast_ptr, M, N, K, MT, steps, units, 0, NC, BA, J, NS, GROUP, ACT, BIAS, R_BC, R_E5, R_FLOOR, C_BR, C_E5, C_FLOOR, C_ALIGNED, A_BR, A_E5, A_FLOOR, T_ALIGN)),  # noqa: E501
-        (consume, (a_smem, b_smem, z_smem, q_smem, a_scale, b_scale, full, empty, ready, order, z_desc, q_desc, partial_ptr, s_ptr, qt_ptr, st_ptr, at_ptr, ast_ptr, M, N, K, MT, steps, units, 1, NC, BA, J, NS, GROUP, ACT, BIAS, R_BC, R_E5, R_FLOOR, C_BR, C_E5, C_FLOOR, C_ALIGNED, A_BR, A_E5, A_FLOOR, T_ALIGN)),  # noqa: E501
+        (consume, (a_smem, b_smem, z_smem, q_smem, a_scale, b_scale, full, empty, ready, order, z_desc, gate_desc, q_desc, gq_desc, partial_ptr, s_ptr, qt_ptr, st_ptr, gs_ptr, gqt_ptr, gst_ptr, at_ptr, ast_ptr, M, N, K, MT, steps, units, 0, NC, BA, J, NS, GROUP, GATED, ACT, BIAS, R_BC, R_E5, R_FLOOR, C_BR, C_E5, C_FLOOR, C_ALIGNED, A_BR, A_E5, A_FLOOR, T_ALIGN)),  # noqa: E501
+        (consume, (a_smem, b_smem, z_smem, q_smem, a_scale, b_scale, full, empty, ready, order, z_desc, gate_desc, q_desc, gq_desc, partial_ptr, s_ptr, qt_ptr, st_ptr, gs_ptr, gqt_ptr, gst_ptr, at_ptr, ast_ptr, M, N, K, MT, steps, units, 1, NC, BA, J, NS, GROUP, GATED, ACT, BIAS, R_BC, R_E5, R_FLOOR, C_BR, C_E5, C_FLOOR, C_ALIGNED, A_BR, A_E5, A_FLOOR, T_ALIGN)),  # noqa: E501
         (load_operands, (a_desc, b_desc, a_smem, b_smem, full, empty, M, N, K, steps, units, 128, 128, NS, GROUP)),
         (load_scales, (sa_ptr, sb_ptr, partial_ptr, a_scale, b_scale, a_scale, full, empty, M, N, K, a_stride, b_stride, steps, units, 128, 128, BA, J, NS, GROUP, False)),  # noqa: E501
     ], [4, 1, 2], [REGS, LOADER_REGS, LOADER_REGS])
