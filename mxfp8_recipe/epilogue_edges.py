@@ -97,6 +97,8 @@ def _is_added(finder: EdgeFinder, call: Node) -> bool:
     if len(call.outputs) != 1 or at + 1 == len(nodes) or finder.readers(call.outputs[0]) != [nodes[at + 1]]:
         return False
     reader = nodes[at + 1]
+    if call.recomputed != reader.recomputed:  # the layer would leave its checkpoint, and keep what that drops
+        return False
     if reader.kind != "function" or reader.name not in _SUMS or reader.options or len(set(reader.inputs)) != 2:
         return False
     size, dims = {math.prod(shape) for shape in (*reader.shapes, *call.shapes)}, {*reader.last_dims}
@@ -206,6 +208,8 @@ def _is_pair(finder: EdgeFinder, gate: Node, up: Node, between: tuple[Node, Node
     if _only_reader(finder, gate) is not act or _only_reader(finder, up) is not product:
         return False
     at = sorted(_index(finder, node) for node in nodes)
+    if len({node.recomputed for node in nodes}) != 1:
+        return False
     if at[3] - at[0] != 3 or finder.recording.overwritten.intersection(gate.inputs):
         return False
     configs = {finder.consumers[node.name].config for node in (gate, up)}

@@ -39,6 +39,7 @@ class Node:
         grad_enabled: whether autograd was recording.
         without_grad: the enclosing module calls that began while it was not.
         last_dims: last dim of each input. shapes: of each output.
+        recomputed: it ran under hooks on what it saves for backward, as non-reentrant checkpointing does.
     """
 
     kind: str
@@ -51,6 +52,7 @@ class Node:
     last_dims: tuple[int, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
     without_grad: frozenset[int] = frozenset()
+    recomputed: bool = False
 
 
 @dataclasses.dataclass
@@ -150,7 +152,8 @@ class Recorder(TorchFunctionMode):
         outputs = tuple(self.value_of(t) for t in made)
         last_dims = tuple(t.shape[-1] if t.dim() else 0 for t in (self._keep[value] for value in inputs))
         shapes = tuple(tuple(t.shape) for t in made)
-        facts = (options, torch.is_grad_enabled(), last_dims, shapes, frozenset(self._without_grad) - {0})
+        without_grad = frozenset(self._without_grad) - {0}
+        facts = (options, torch.is_grad_enabled(), last_dims, shapes, without_grad, hooks is not None)
         self.recording.nodes.append(Node(kind, name, tuple(self._path), tuple(inputs), outputs, *facts))
 
     def enter_module(self, module: nn.Module, piece: bool, inputs: Any) -> None:

@@ -678,6 +678,12 @@ def _read_twice(m: Any, x: Tensor) -> Tensor:
     return x + y + y.mean()
 
 
+def _checkpointed(m: Any, x: Tensor) -> Tensor:
+    y = checkpoint(m.a, x * 1, use_reentrant=False)
+    assert isinstance(y, Tensor)
+    return x + y
+
+
 NOT_SUMS: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[str]]] = {
     "two linears": (lambda m, x: m.a(x) + m.b(x), ["b"]),
     "its own input": (lambda m, x: x + m.a(x), []),
@@ -693,6 +699,8 @@ NOT_SUMS: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[str]]] = {
     "read twice": (_read_twice, []),
     "dropped": (lambda m, x: x + F.dropout(m.a(x), 0.5), []),
     "returned": (lambda m, x: m.a(x), []),
+    "out of a checkpoint": (_checkpointed, []),
+    "in a checkpoint": (lambda m, x: checkpoint(lambda h: h + m.a(2 * h), x, use_reentrant=False), ["a"]),  # pyright: ignore[reportReturnType]
 }
 
 
@@ -868,6 +876,9 @@ NOT_PAIRS: dict[str, Callable[[], nn.Module]] = {
     "a bias on one": lambda: Gated(lambda m, h: F.silu(m.gate(h)) * m.other(h)),
     "two inputs": lambda: Gated(lambda m, h: F.silu(m.gate(h)) * m.up(h * 1.0)),
     "itself": lambda: Gated(lambda m, h: F.silu(m.gate(h)) * m.gate(h)),
+    "half in a checkpoint": lambda: Gated(
+        lambda m, h: checkpoint(lambda t: F.silu(m.gate(t)), h, use_reentrant=False) * m.up(h)  # pyright: ignore[reportOperatorIssue]
+    ),
     "no linear": lambda: Gated(lambda m, h: F.silu(m.gate(h)) * h.repeat(1, 1, 2)[..., :HIDDEN]),
 }
 
