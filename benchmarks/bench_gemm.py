@@ -69,6 +69,7 @@ EPILOGUES = (
     ("gelu", "bias, gelu, MXFP8", (65536, 2048, 512)),
     ("swiglu", "swiglu, MXFP8", (65536, 2816, 1024)),
     ("gelu", "dgrad, gelu', MXFP8 twice, sums, y", (65536, 4096, 1024)),
+    ("swiglu", "dgrad, swiglu', MXFP8 twice, sums, y", (65536, 2816, 1024)),
 )
 """Activation, what follows the GEMM, and its shape: tokens x features of y x in."""
 
@@ -186,7 +187,9 @@ def measure(case: Case, shape: tuple[int, int, int], stamp: dict[str, str]) -> l
 
 @dataclass
 class Projection:
-    """One set of inputs of a projection with an activation: the weight, or gate's and up's; z is what came before."""
+    """One set of inputs of a projection with an activation: the weight, or gate's and up's; z and other are what came
+    before, of a gated pair up and gate.
+    """
 
     x: tuple[Tensor, Tensor]
     w: tuple[Tensor, Tensor]
@@ -194,6 +197,7 @@ class Projection:
     pair: tuple[Tensor, Tensor]
     bias: Tensor
     z: Tensor
+    other: Tensor
 
 
 def make_projection(shape: tuple[int, int, int], case: Case) -> Projection:
@@ -203,8 +207,8 @@ def make_projection(shape: tuple[int, int, int], case: Case) -> Projection:
         for rows, tile in ((m, case.a_tile), (n, case.b_tile), (n, case.b_tile))
     )
     pair = interleave(gate[0].view(torch.uint8), w[0].view(torch.uint8)).view(w[0].dtype), interleave(gate[1], w[1])
-    z = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
-    return Projection(x, w, gate, pair, torch.randn(n, device="cuda", dtype=torch.bfloat16), z)
+    z, other = (torch.randn(m, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return Projection(x, w, gate, pair, torch.randn(n, device="cuda", dtype=torch.bfloat16), z, other)
 
 
 def epilogue_providers(kind: str, op: str, case: Case) -> dict[str, Callable[[Projection], tuple[Tensor, ...]]]:
@@ -216,11 +220,14 @@ def epilogue_providers(kind: str, op: str, case: Case) -> dict[str, Callable[[Pr
     steps = Epilogue(activation=kind, rowwise=spec, emit_high=False, emit_sum=True)
     if op.startswith("dgrad"):
         dact = Dact(activation=kind, rowwise=spec, colwise=spec, act_colwise=spec, emit_high=False, emit_bias=True)
-        after: tuple[Any, ...] = (None, kind, spec, spec, True, spec)
+        after: tuple[Any, ...] = (kind, spec, spec, True, spec)
+
         return {
             "plain": lambda p: (hopper.gemm(*p.x, *p.w, **high),),
-            "apart": lambda p: activation_backward(hopper.gemm(*p.x, *p.w, **high), p.z, *after, emit_high=False),
-            "ours": lambda p: gemm_dact(*p.x, *p.w, p.z, epilogue=dact, **tiles),
+            "apart": lambda p: activation_backward(
+                hopper.gemm(*p.x, *p.w, **high), p.z, p.other if steps.gated else None, *after, emit_high=False
+            ),
+            "ours": lambda p: gemm_dact(*p.x, *p.w, p.z, p.other if steps.gated else None, epilogue=dact, **tiles),
         }
     if steps.gated:
 
