@@ -137,7 +137,8 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("table", {"bias": JaggedBias(position=torch.randn(9, 2))}, ValueError, r"bias.position: got \(9, 2\)"),
     ("table dtype", {"bias": JaggedBias(time=torch.randn(9, 4).half())}, TypeError, "bias.time: got torch.float16"),
     ("no times", {"bias": JaggedBias(time=torch.randn(9, 4))}, ValueError, r"bias.q_times: got None, expected \(78,\)"),
-    ("cpu", {"cpu_offsets": (torch.tensor([0, 78]), torch.tensor([0, 7, 83]))}, ValueError, "sample 0 has length 78"),
+    ("cpu", {"cpu_offsets": (torch.tensor([0, 78, 78, 78, 78]),) * 2}, ValueError,
+     "sample 0 has length 78"),
 ]  # fmt: skip
 
 

@@ -46,12 +46,19 @@ class JaggedBias:
         return self.position, self.time, self.q_times, self.k_times, self.time_bounds
 
 
-def log_time_bounds(buckets: int, width: float = HSTU_WIDTH, device: torch.device | str = "cpu") -> Tensor:
+def log_time_bounds(buckets: int, width: float = HSTU_WIDTH, device: torch.device | str | None = None) -> Tensor:
     """`time_bounds` for `buckets` rows: (buckets - 1,) int64, bucket n begins at the first integer >= e^(n * width).
 
     Intervals 0 and 1 share bucket 0. A bucket too narrow to hold an integer stays empty; the last one is open. Bounds
-    that int64 does not hold end at its largest value.
+    that int64 does not hold end at its largest value. Made on torch's default device where none is named.
+
+    Raises:
+        ValueError: fewer than one bucket, or a width that is not above 0.
     """
+    if isinstance(buckets, bool) or not isinstance(buckets, int) or buckets < 1:
+        raise ValueError(f"log_time_bounds: buckets: got {buckets!r}, expected rows of a table, 1 or more")
+    if not 0 < width < math.inf:
+        raise ValueError(f"log_time_bounds: width: got {width!r}, expected a number above 0")
     largest = torch.iinfo(torch.int64).max
     bounds = []
     for bucket in range(1, buckets):
@@ -94,5 +101,7 @@ def bias_of(table: Tensor, buckets: Tensor, dtype: torch.dtype) -> Tensor:
 def table_gradient(grad_scores: Tensor, buckets: Tensor, size: int) -> Tensor:
     """(N, H) sums of dS (B, H, Lq, Lk) over the pairs of each bucket, in the dtype of dS, in a fixed order."""
     rows = grad_scores.movedim(1, -1).flatten(0, 2)
-    total = rows.new_zeros(size, rows.shape[-1])
-    return total.index_put_((buckets.expand(grad_scores[:, 0].shape).flatten(),), rows, accumulate=True)
+    total, index = rows.new_zeros(size, rows.shape[-1]), buckets.expand(grad_scores[:, 0].shape).flatten()
+    if rows.device.type == "cpu":  # each of the two adds in a fixed order where the other does not
+        return total.index_add_(0, index, rows)
+    return total.index_put_((index,), rows, accumulate=True)

@@ -45,6 +45,7 @@ class Jagged:
 
     def blocks(self, size: int) -> Jagged:
         """Each sample cut into blocks of `size` tokens from its start, as samples of their own; some are empty."""
+        size = min(size, max(self.length, 1))
         begin = torch.arange(-(-self.length // size), device=self.starts.device) * size
         begin = torch.minimum(begin, self.lengths[:, None])
         lengths = (self.lengths[:, None] - begin).clamp(max=size)

@@ -201,7 +201,7 @@ def generalized_backward(
     if "k" in wanted:
         product = batch.along_sequence("dk", dscores.transpose(-1, -2), batch.q, operand["query_t"], seed)
         dk = sum_groups(product * pre_scale, batch.groups).to(k.dtype)
-    dq = dq[0].transpose(0, 1) if broadcast_q and "q" in wanted else _packed(dq, pairs.q)
+    dq = dq[0].transpose(0, 1).contiguous() if broadcast_q and "q" in wanted else _packed(dq, pairs.q)
     return dq, _packed(dk, pairs.k), _packed(dv, pairs.k), *batch.tables(dscores, wanted)
 
 
@@ -320,13 +320,14 @@ class _Batch:
 
     def tables(self, dscores: Tensor, wanted: str) -> tuple[Tensor, Tensor]:
         """Gradients of the bias tables, or empty tensors."""
-        found = {}
-        if "b" in wanted and self.bias is not None:
-            found = {id(t): table_gradient(dscores, buckets, len(t)) for t, buckets in bucketed(self.bias, self.pairs)}
-        tables = (None, None) if self.bias is None else (self.bias.position, self.bias.time)
-        nothing = self.q.new_empty(0, dtype=torch.float32)
-        position, time = (found.get(id(table), nothing) for table in tables)
-        return position, time
+        position, time = (self.q.new_empty(0, dtype=torch.float32) for _ in range(2))
+        if "b" not in wanted or self.bias is None:
+            return position, time
+        found = [table_gradient(dscores, buckets, len(t)) for t, buckets in bucketed(self.bias, self.pairs)]
+        return (
+            position if self.bias.position is None else found[0],
+            time if self.bias.time is None else found[-1],
+        )
 
     def along_sequence(
         self, gemm: str, weights: Tensor, high: Tensor, quantized: Quantized, seed: Tensor | None

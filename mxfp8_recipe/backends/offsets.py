@@ -112,9 +112,14 @@ WATCH = OffsetsWatch()
 
 
 def check_offsets(offsets: Tensor, total: int, longest: int) -> None:
-    """Raise a ValueError for offsets that no jagged op may get; waits for a GPU.
+    """Raise a ValueError, for their dtype a TypeError, for offsets that no jagged op may get; waits for a GPU.
 
     Args:
         offsets: (B + 1,) int32 or int64, any device. total: rows of the values. longest: the declared maximum length.
     """
+    if not isinstance(offsets, Tensor) or offsets.dim() != 1 or offsets.shape[0] < 1:
+        shape = tuple(offsets.shape) if isinstance(offsets, Tensor) else type(offsets).__name__
+        raise ValueError(f"check_offsets: got {shape}, expected a tensor of shape (B + 1,) for B samples")
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"check_offsets: got {offsets.dtype}, expected torch.int32 or torch.int64")
     Claim("check_offsets", "offsets", total, longest).raise_for(offsets.cpu())

@@ -9,6 +9,7 @@ nothing; a query that sees no key gets 0.
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +18,24 @@ from ..autograd import AttentionConfig
 from ..autograd.jagged import BlockAttentionFunction, JaggedAttentionFunction, JaggedOptions
 from ..backends.jagged import jagged_schedule as schedule_op
 from ..backends.offsets import WATCH, Claim
-from ..fused.attention.activations import ACTIVATIONS
 from ..fused.attention.bias import JaggedBias, bias_of, bucketed
 from ..fused.attention.jagged_layout import Jagged, Pairs
-from ..fused.spec import BLOCK, near_misses
+from ..fused.spec import BLOCK
 from .common import apply, cast, compute_dtype, draw_seed
-from .jagged_checks import check_bias, check_mask, check_offsets_form, check_operands
+from .jagged_checks import (
+    check_activation,
+    check_bias,
+    check_config,
+    check_copies,
+    check_length,
+    check_mask,
+    check_numbers,
+    check_offsets_form,
+    check_operands,
+    check_schedule,
+    check_tensors,
+    in_autocast,
+)
 from .listening import AttentionCall, listener
 
 
@@ -63,13 +76,14 @@ def jagged_attention(
         ValueError: shapes, devices, lengths or offsets that do not fit. TypeError: dtypes. What offsets on a GPU hold
             is found out without waiting, and raised by a later call (`backends.offsets`).
     """
-    op = _name(config, "jagged_attention")
-    q, k, v = _in_compute_dtype(q, k, v)
-    check_operands(op, q, k, v)
+    op = check_config("jagged_attention", config)
+    q, k, v = _operands(op, q, k, v)
     _check_layout(op, q, k, q_offsets, k_offsets, max_q, max_k, cpu_offsets)
-    check_mask(op, window)
+    check_mask(op, causal, window)
+    check_schedule(op, schedule, q)
+    bias = in_autocast(bias, q)
     check_bias(op, bias, q, k, q.shape[0])
-    options = JaggedOptions(_scale(scale, q), causal, window)
+    options = JaggedOptions(_scale(op, scale, q), causal, _reach(window))
     return _run(op, q, k, v, q_offsets, k_offsets, max_q, max_k, bias, schedule, config, options)
 
 
@@ -107,18 +121,18 @@ def generalized_attention(
     Raises:
         As `jagged_attention`.
     """
-    op = _name(config, "generalized_attention")
-    if activation not in ACTIVATIONS:
-        near = near_misses(activation, list(ACTIVATIONS))
-        raise ValueError(f"{op}: activation: got {activation!r}{near}, expected one of {', '.join(ACTIVATIONS)}")
+    op = check_config("generalized_attention", config)
+    check_activation(f"{op}: activation", activation)
+    check_numbers(op, pre_scale=pre_scale, post_scale=post_scale)
     if broadcast_q != (q_offsets is None):
         raise ValueError(f"{op}: q_offsets: expected None with broadcast_q=True, and offsets without it")
-    q, k, v = _in_compute_dtype(q, k, v)
-    check_operands(op, q, k, v)
-    _check_layout(op, q, k, q_offsets, k_offsets, max_q, max_k, cpu_offsets)
-    check_mask(op, window)
+    q, k, v = _operands(op, q, k, v)
+    _check_layout(op, q, k, q_offsets, k_offsets, max_q, max_k, cpu_offsets, broadcast_q)
+    check_mask(op, causal, window)
+    check_schedule(op, schedule, q)
+    bias = in_autocast(bias, q)
     check_bias(op, bias, q, k, q.shape[0] * (k_offsets.shape[0] - 1) if broadcast_q else q.shape[0])
-    options = JaggedOptions(float(pre_scale), causal, window, activation, float(post_scale), broadcast_q)
+    options = JaggedOptions(float(pre_scale), causal, _reach(window), activation, float(post_scale), broadcast_q)
     max_q = q.shape[0] if broadcast_q else max_q
     return _run(op, q, k, v, q_offsets, k_offsets, max_q, max_k, bias, schedule, config, options)
 
@@ -148,17 +162,18 @@ def block_attention(
     Raises:
         As `jagged_attention`.
     """
-    op = _name(config, "block_attention")
-    q, k, v = _in_compute_dtype(q, k, v)
-    check_operands(op, q, k, v)
+    op = check_config("block_attention", config)
+    q, k, v = _operands(op, q, k, v)
+    check_mask(op, causal, None)
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"{op}: got {q.shape[0]} rows of q and {k.shape[0]} of k, expected as many: self-attention")
     if isinstance(block, bool) or not isinstance(block, int) or block < 1:
         raise ValueError(f"{op}: block: got {block!r}, expected a number of tokens")
     check_offsets_form(op, q, {"offsets": (offsets, max_length, q.shape[0])})
     if cpu_offsets is not None:
+        check_copies(op, cpu_offsets, {"offsets": offsets})
         WATCH.trust(offsets, cpu_offsets, Claim(op, "offsets", q.shape[0], max_length))
-    options = JaggedOptions(_scale(scale, q), causal, block=block)
+    options = JaggedOptions(_scale(op, scale, q), causal, block=block)
     config, seed, (q, k, v) = _prepare(op, q, k, v, config, causal, "")
     k, v = k.view_as(k) if k is q else k, v.view_as(v) if v is q or v is k else v
     return apply(BlockAttentionFunction, q, k, v, offsets, max_length, seed, config, options)
@@ -183,19 +198,31 @@ def jagged_schedule(
     Returns:
         int32 on the device of k_offsets; empty where no kernel uses one. Made on the device, without waiting.
     """
-    return schedule_op(q_offsets, k_offsets, total_q, total_k, max_q, max_k, causal, window, "auto")
+    named = {} if q_offsets is None else {"q_offsets": (q_offsets, max_q, total_q)}
+    check_offsets_form("jagged_schedule", k_offsets, named | {"k_offsets": (k_offsets, max_k, total_k)})
+    check_length("jagged_schedule", "max_q", max_q)
+    check_mask("jagged_schedule", causal, window)
+    return schedule_op(q_offsets, k_offsets, total_q, total_k, max_q, max_k, causal, _reach(window), "auto")
 
 
-def _name(config: AttentionConfig | None, op: str) -> str:
-    return config.layer if config is not None and config.layer else op
+def _scale(op: str, scale: float | None, q: Tensor) -> float:
+    if scale is None:
+        return q.shape[-1] ** -0.5
+    check_numbers(op, scale=scale)
+    return float(scale)
 
 
-def _scale(scale: float | None, q: Tensor) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else float(scale)
+def _reach(window: int | None) -> int | None:
+    """A window that kernels can add positions to in 32 bits; no two are as far apart as the largest."""
+    return None if window is None else min(window, 2**28)
 
 
-def _in_compute_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(cast(x, compute_dtype(x)) for x in tensors)
+def _operands(op: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Q, k and v in the compute dtype, checked."""
+    check_tensors(op, q=q, k=k, v=v)
+    q, k, v = (cast(x, compute_dtype(x)) for x in (q, k, v))
+    check_operands(op, q, k, v)
+    return q, k, v
 
 
 def _check_layout(
@@ -207,13 +234,15 @@ def _check_layout(
     max_q: int,
     max_k: int,
     cpu_offsets: tuple[Tensor | None, Tensor] | None,
+    broadcast_q: bool = False,
 ) -> None:
-    named = {"k_offsets": (k_offsets, max_k, k.shape[0])}
-    if q_offsets is not None:
+    named: dict[str, Any] = {"k_offsets": (k_offsets, max_k, k.shape[0])}
+    if not broadcast_q:
         named = {"q_offsets": (q_offsets, max_q, q.shape[0])} | named
     check_offsets_form(op, q, named)
     if cpu_offsets is None:
         return
+    check_copies(op, cpu_offsets, {"q_offsets": q_offsets, "k_offsets": k_offsets})
     copies = [copy for copy in cpu_offsets if copy is not None]
     for (name, (offsets, longest, rows)), copy in zip(named.items(), copies, strict=True):
         WATCH.trust(offsets, copy, Claim(op, name, rows, longest))
@@ -238,6 +267,7 @@ def _run(
     position, time, q_times, k_times, bounds = (None,) * 5 if bias is None else bias.tensors
     # A Function that is traced takes no tensor twice: None stands for "the same as that of q".
     k_times, same = None if k_times is q_times else k_times, k_offsets is q_offsets
+    time = time.view_as(time) if time is not None and time is position else time
     k, v = k.view_as(k) if k is q else k, v.view_as(v) if v is q or v is k else v
     if config is None and schedule is None and torch.is_grad_enabled():
         schedule = schedule_op(

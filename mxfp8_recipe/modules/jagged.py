@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .jagged_core import SOFTMAX, JaggedAttention
+from .jagged_core import SOFTMAX, JaggedAttention, check_sizes
 from .jagged_input import packed
 
 
@@ -21,10 +21,16 @@ def _heads(x: Tensor, dim: int) -> Tensor:
     return x.unflatten(-1, (-1, dim))
 
 
-def _head_dim(width: int, heads: int, head_dim: int | None) -> int:
+def _head_dim(owner: nn.Module, width: int, heads: int, head_dim: int | None, **sizes: int | None) -> int:
+    """Of a head: `head_dim`, or else the width shared out. `sizes` are the layer's others, looked at too."""
+    own = type(owner).__name__
+    check_sizes(own, width=width, heads=heads, head_dim=head_dim, **sizes)
+    groups = sizes.get("kv_heads")
+    if groups is not None and heads % groups:
+        raise ValueError(f"{own}: kv_heads: got {groups} for {heads} heads, expected a divisor of them")
     if head_dim is None and width % heads:
-        raise ValueError(f"heads: got {heads} for width {width}, expected a divisor of it, or pass head_dim")
-    return head_dim or width // heads
+        raise ValueError(f"{own}: heads: got {heads} for width {width}, expected a divisor of it, or pass head_dim")
+    return width // heads if head_dim is None else head_dim
 
 
 class JaggedMultiheadAttention(nn.Module):
@@ -49,8 +55,9 @@ class JaggedMultiheadAttention(nn.Module):
         **core: Any,
     ) -> None:
         super().__init__()
-        head_dim, kv_heads = _head_dim(width, heads, head_dim), kv_heads or heads
-        self.max_length, self.head_dim = max_length, head_dim
+        head_dim = _head_dim(self, width, heads, head_dim, kv_heads=kv_heads, max_length=max_length)
+        kv_heads = kv_heads or heads
+        self.width, self.max_length, self.head_dim = width, max_length, head_dim
         self.sizes = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         self.qkv = nn.Linear(width, sum(self.sizes), bias=bias)
         self.core = JaggedAttention(heads, head_dim, **core)
@@ -70,7 +77,8 @@ class JaggedMultiheadAttention(nn.Module):
         Args:
             times: (T,) int64 of the tokens, for a bias by time. schedule: from `functional.jagged_schedule`.
         """
-        batch = packed(x, offsets, max_length or self.max_length, type(self).__name__)
+        longest = self.max_length if max_length is None else max_length
+        batch = packed(x, offsets, longest, self.width, type(self).__name__)
         q, k, v = (_heads(part, self.head_dim) for part in self.qkv(batch.values).split(self.sizes, dim=-1))
         layout = (batch.offsets, batch.offsets, batch.max_length, batch.max_length)
         out = self.core(q, k, v, *layout, q_times=times, k_times=times, schedule=schedule)
@@ -97,10 +105,10 @@ class CrossAttention(nn.Module):
         **core: Any,
     ) -> None:
         super().__init__()
-        head_dim = _head_dim(width, heads, head_dim)
-        self.head_dim = head_dim
+        head_dim = _head_dim(self, width, heads, head_dim, kv_heads=kv_heads, context_width=context_width)
+        self.width, self.context_width, self.head_dim = width, context_width or width, head_dim
         self.query = nn.Linear(width, heads * head_dim, bias=bias)
-        self.key_value = nn.Linear(context_width or width, 2 * (kv_heads or heads) * head_dim, bias=bias)
+        self.key_value = nn.Linear(self.context_width, 2 * (kv_heads or heads) * head_dim, bias=bias)
         self.core = JaggedAttention(heads, head_dim, **core)
         self.out = nn.Linear(heads * head_dim, width, bias=bias)
 
@@ -119,8 +127,8 @@ class CrossAttention(nn.Module):
     ) -> Tensor:
         """Queries and context each in any form of `jagged_input`; the output has the form of the queries."""
         name = type(self).__name__
-        asking = packed(query, query_offsets, max_query, f"{name}: query")
-        asked = packed(context, context_offsets, max_context, f"{name}: context")
+        asking = packed(query, query_offsets, max_query, self.width, f"{name}: query")
+        asked = packed(context, context_offsets, max_context, self.context_width, f"{name}: context")
         q = _heads(self.query(asking.values), self.head_dim)
         k, v = (_heads(part, self.head_dim) for part in self.key_value(asked.values).chunk(2, dim=-1))
         layout = (asking.offsets, asked.offsets, asking.max_length, asked.max_length)
@@ -150,11 +158,14 @@ class PooledAttention(nn.Module):
         **core: Any,
     ) -> None:
         super().__init__()
-        head_dim = _head_dim(width, heads, head_dim)
-        self.head_dim = head_dim
+        sizes = {"seeds": seeds, "kv_heads": kv_heads, "context_width": context_width}
+        head_dim = _head_dim(self, width, heads, head_dim, **sizes)
+        if core.get("time_buckets"):
+            raise ValueError(f"{type(self).__name__}: time_buckets: got some, expected none: seeds have no times")
+        self.context_width, self.head_dim = context_width or width, head_dim
         self.seeds = nn.Parameter(torch.randn(seeds, width) * width**-0.5)
         self.query = nn.Linear(width, heads * head_dim, bias=bias)
-        self.key_value = nn.Linear(context_width or width, 2 * (kv_heads or heads) * head_dim, bias=bias)
+        self.key_value = nn.Linear(self.context_width, 2 * (kv_heads or heads) * head_dim, bias=bias)
         self.core = JaggedAttention(heads, head_dim, **core)
         self.out = nn.Linear(heads * head_dim, width, bias=bias)
 
@@ -162,7 +173,7 @@ class PooledAttention(nn.Module):
         self, context: Tensor, offsets: Tensor | None = None, max_length: int | None = None, *, schedule: Any = None
     ) -> Tensor:
         """Context in any form of `jagged_input` to (B, seeds, width)."""
-        asked = packed(context, offsets, max_length, type(self).__name__)
+        asked = packed(context, offsets, max_length, self.context_width, type(self).__name__)
         q = _heads(self.query(self.seeds), self.head_dim)
         k, v = (_heads(part, self.head_dim) for part in self.key_value(asked.values).chunk(2, dim=-1))
         layout = (None, asked.offsets, self.seeds.shape[0], asked.max_length)
@@ -198,17 +209,21 @@ class HSTUAttention(nn.Module):
         **core: Any,
     ) -> None:
         super().__init__()
-        head_dim, value_dim = _head_dim(width, heads, head_dim), _head_dim(width, heads, value_dim)
-        self.max_length, self.head_dim, self.value_dim = max_length, head_dim, value_dim
+        own = type(self).__name__
+        if max_length is None:
+            raise ValueError(f"{own}: max_length: got None, expected an int: scores are averaged over it")
+        check_sizes(own, value_dim=value_dim)
+        head_dim = _head_dim(self, width, heads, head_dim, max_length=max_length)
+        value_dim = _head_dim(self, width, heads, value_dim)
+        self.width, self.max_length, self.head_dim, self.value_dim = width, max_length, head_dim, value_dim
         self.sizes = (heads * value_dim, heads * value_dim, heads * head_dim, heads * head_dim)
-        core = {"activation": "silu", **core}
+        core = {"activation": "silu", "positions": 2 * max_length - 1 if position_bias else 0, **core}
         if core["activation"] != SOFTMAX:
             core.setdefault("post_scale", 1 / max_length)
         self.norm = nn.LayerNorm(width)
         self.uvqk = nn.Linear(width, sum(self.sizes), bias=False)
         self.act = nn.SiLU()
-        positions = 2 * max_length - 1 if position_bias else 0
-        self.core = JaggedAttention(heads, head_dim, value_dim=value_dim, causal=causal, positions=positions, **core)
+        self.core = JaggedAttention(heads, head_dim, value_dim=value_dim, causal=causal, **core)
         self.core_norm = nn.LayerNorm(heads * value_dim)
         self.out = nn.Linear(heads * value_dim, width)
 
@@ -221,7 +236,7 @@ class HSTUAttention(nn.Module):
         schedule: Tensor | None = None,
     ) -> Tensor:
         """As `JaggedMultiheadAttention.forward`."""
-        batch = packed(x, offsets, self.max_length, type(self).__name__)
+        batch = packed(x, offsets, self.max_length, self.width, type(self).__name__)
         u, v, q, k = self.act(self.uvqk(self.norm(batch.values))).split(self.sizes, dim=-1)
         q, k, v = _heads(q, self.head_dim), _heads(k, self.head_dim), _heads(v, self.value_dim)
         layout = (batch.offsets, batch.offsets, batch.max_length, batch.max_length)

@@ -9,11 +9,23 @@ from torch import Tensor, nn
 
 from ..autograd import AttentionConfig
 from ..functional import JaggedBias, generalized_attention, jagged_attention, log_time_bounds
+from ..functional.jagged_checks import check_activation, check_mask, check_numbers
 from ..fused.attention.activations import ACTIVATIONS
-from ..fused.spec import BLOCK, near_misses
+from ..fused.spec import BLOCK
 from .attention import describe_attention
 
 SOFTMAX = "softmax"
+
+
+def check_sizes(where: str, least: int = 1, **sizes: Any) -> None:
+    """Raise one ValueError for all sizes of a layer that are no ints of at least `least`; None is not given."""
+    wrong = [
+        f"{name}: got {size!r}"
+        for name, size in sizes.items()
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < least)
+    ]
+    if wrong:
+        raise ValueError(f"{where}: {', '.join(wrong)}, expected an int, {least} or more")
 
 
 class JaggedAttention(nn.Module):
@@ -28,6 +40,9 @@ class JaggedAttention(nn.Module):
         causal, window: as `functional.jagged_attention` takes them.
         positions: rows of a bias table by relative position, 2 L - 1 for all within L tokens; 0: none.
         time_buckets: rows of a bias table by the logarithm of the time between two tokens; 0: none.
+
+    Raises:
+        ValueError, TypeError: for an argument that makes no layer.
     """
 
     time_bounds: Tensor | None
@@ -47,9 +62,12 @@ class JaggedAttention(nn.Module):
         time_buckets: int = 0,
     ) -> None:
         super().__init__()
-        if activation not in (known := (SOFTMAX, *ACTIVATIONS)):
-            near = near_misses(activation, list(known))
-            raise ValueError(f"activation: got {activation!r}{near}, expected one of {', '.join(known)}")
+        own = type(self).__name__
+        check_sizes(own, heads=heads, head_dim=head_dim, value_dim=value_dim)
+        check_sizes(own, 0, positions=positions, time_buckets=time_buckets)
+        check_activation("activation", activation, (SOFTMAX, *ACTIVATIONS))
+        check_mask(own, causal, window)
+        check_numbers(own, post_scale=post_scale, **({} if scale is None else {"scale": scale}))
         if activation == SOFTMAX and post_scale != 1.0:
             raise ValueError(f"post_scale: got {post_scale} for softmax attention, expected 1.0: its rows sum to 1")
         self.heads, self.head_dim, self.value_dim = heads, head_dim, value_dim or head_dim
@@ -100,20 +118,31 @@ class JaggedAttention(nn.Module):
             return None
         if self.time is None:
             return JaggedBias(position=self.position)
+        bounds = self.time_bounds
+        assert bounds is not None
+        if bounds.device != self.time.device:  # a checkpoint assigned to a layer on meta has tables and no bounds
+            bounds = self.time_bounds = log_time_bounds(len(self.time), device=self.time.device)
         if q_times is None or k_times is None:
             raise ValueError(
                 f"{type(self).__name__}: got no times, expected some: it has a bias by time (time_buckets)"
             )
-        return JaggedBias(
-            position=self.position, time=self.time, q_times=q_times, k_times=k_times, time_bounds=self.time_bounds
-        )
+        return JaggedBias(position=self.position, time=self.time, q_times=q_times, k_times=k_times, time_bounds=bounds)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """`to`, `to_empty` and their like; bounds, which no checkpoint has, are made again where they were emptied."""
+        super()._apply(fn, recurse)
+        if self.time_bounds is not None and self.time is not None and not self.time_bounds.is_meta:
+            self.time_bounds = log_time_bounds(len(self.time), device=self.time_bounds.device)
+        return self
 
     def extra_repr(self) -> str:
         """Sizes, and what differs from plain softmax attention."""
         parts = [f"heads={self.heads}, head_dim={self.head_dim}, activation={self.activation}"]
         if self.value_dim != self.head_dim:
             parts.append(f"value_dim={self.value_dim}")
-        parts += [f"{name}={value}" for name in ("causal", "window") if (value := getattr(self, name))]
+        parts += [
+            f"{name}={value}" for name in ("causal", "window") if (value := getattr(self, name)) not in (None, False)
+        ]
         return ", ".join(parts)
 
 
