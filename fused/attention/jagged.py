@@ -150,7 +150,7 @@ def forward_kernel(
 
 
 def forward_config(dtype: torch.dtype, width: int, masked: bool, tables: bool) -> Config:
-    """A function of dtype, width and features alone.
+    """A function of dtype, width and features alone; chosen by the compiled code, not yet by times.
 
     One warpgroup keeps 128 queries, so that K and V pass through the L2 cache once for 128, and two programs share a
     multiprocessor: one's softmax, first loads and last stores run while the other multiplies. With 64 keys a step

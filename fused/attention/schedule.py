@@ -9,7 +9,7 @@ Offsets are read here and nowhere else, and held to the rows there are: wrong on
 reads or writes beyond its tensors before somebody has found out. How many tiles there are is known to the device
 alone: the list is as long as T rows in B samples can need at most, and begins with the counts. Two launches make both
 lists, for any B: one lays out tiles and their work, one puts each at its rank, the number of tiles that go before it.
-Ranks take (tiles)^2 comparisons: some microseconds for the 6,000 tiles of 590,000 tokens in 1152 samples.
+Ranks take (tiles)^2 comparisons: 36 million for the 6,000 tiles of 590,000 tokens in 1152 samples, many at a time.
 """
 
 from __future__ import annotations
