@@ -83,9 +83,9 @@ def gdpa_short_kernel(
 
 
 def short_config(max_k: int) -> Config:
-    """Up to 64 keys leave room for two programs of a warpgroup; of more, a program has a multiprocessor for itself."""
-    if max_k <= 64:
-        return Config(rows=128, block=64, warps=4, stages=1)
+    """Two warpgroups have a multiprocessor for themselves, and 3 barriers a tile to wait for each other; a warpgroup
+    alone, two programs of which would fit for 64 keys, does not hold all its addresses.
+    """
     return Config(rows=128, block=64 if max_k <= 128 else 128, warps=8, stages=2)
 
 
