@@ -2,7 +2,9 @@
 
 A step moves into an epilogue where that was measured to pay, or where the backend has no other use for the kernel that
 could do it; a backend without a line in here that says so computes every step in a kernel of its own, with the same
-bits. The plan and the report say which it is and why.
+bits. The plan and the report say which it is and why. `benchmarks/bench_gemm.py` measures the kernels and
+`benchmarks/bench_linear.py` whole blocks with steps planned and not; a row in `benchmarks/results` comes before a step
+in here.
 """
 
 from __future__ import annotations
