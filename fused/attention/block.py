@@ -293,7 +293,7 @@ def _launch_backward(
     config = backward_config(max(_padded(width), _padded(out_width)), tile, heads > k.shape[1])
     slots = q.shape[0] // tile + offsets.numel() - 1
     block_backward_kernel[(slots * heads,)](
-        g, q, k, v, dq, dk, dv, offsets.contiguous(), scale * LOG2E, scale, offsets.numel() - 1, q.shape[0],
+        g, q, k, v, dq, dk, dv, offsets.contiguous(), scale * LOG2E, float(scale), offsets.numel() - 1, q.shape[0],
         *g.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         heads, k.shape[1], width, out_width, _padded(width), _padded(out_width), block, tile, causal,
         "q" in wanted, "k" in wanted, "v" in wanted, num_warps=config.warps, enable_fp_fusion=True, **config.options,

@@ -280,7 +280,7 @@ def problem_of(
         q=Operand.of(widened(q)), k=Operand.of(widened(k)), v=Operand.of(widened(v)), rows=rows, samples=samples,
         schedule=schedule, entries=schedules.lengths_of_lists(rows, len(k), samples, broadcast=broadcast),
         bias=tuple(schedule if x is None else x.contiguous() for x in tables), sizes=sizes, flags=flags,
-        scale=pre_scale, window=window,
+        scale=float(pre_scale), window=window,
     )  # fmt: skip
 
 
@@ -343,7 +343,7 @@ def forward(
     if out.numel():
         if config is None and _is_short(problem, q.shape[0] if broadcast_q else max_q, max_k):
             gdpa_short.forward(
-                problem.q, problem.k, problem.v, out, problem.schedule, problem.entries[0], max_k, pre_scale,
+                problem.q, problem.k, problem.v, out, problem.schedule, problem.entries[0], max_k, problem.scale,
                 post_scale * problem.weight_scale, activation=activation, broadcast_q=broadcast_q, fold=problem.fold,
             )  # fmt: skip
         else:

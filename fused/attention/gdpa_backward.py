@@ -4,10 +4,10 @@
     dQ = pre_scale * dS K      dK = pre_scale * dS^T Q      dV = post_scale * W^T dO      dtable = sums of dS
 
 The first kernel keeps a tile of queries and its dO, and walks over their keys; the second keeps a tile of keys and
-walks over the queries that see them. No statistics of a row pass between forward
-and backward, nor between the two: both read Q, K, V and dO and nothing else. Each sum lives in registers and has one
-order: no atomics in floating point, the same bits every time, for two products more than one kernel that adds up dQ
-in memory. Scales are applied once, to the sums.
+walks over the queries that see them. No statistics of a row pass between forward and backward, nor between the two:
+both read Q, K, V and dO and nothing else. Each sum lives in registers and has one order: no atomics in floating point,
+the same bits every time, for two products more than one kernel that adds up dQ in memory. Scales are applied once, to
+the sums.
 
 A row of dO or V that is filled with zeros makes dS and its part of dV zero, so short samples need no mask.
 
