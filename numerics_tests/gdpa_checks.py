@@ -179,6 +179,33 @@ def check_schedule_of_another_mask(case: JaggedCase, device: str) -> None:
     assert torch.equal(*outs)
 
 
+def check_isolation(device: str, lengths: tuple[int, int, int], max_k: int | None = None) -> None:
+    """NaN in the middle sample changes no bit of the others, in outputs and gradients, of either kind of attention."""
+    case = JaggedCase(name="isolation", q_lengths=lengths, k_lengths=lengths, heads=1, groups=1)
+    t = tensors(case, dtype=BF16, device=device)
+    middle = slice(lengths[0], lengths[0] + lengths[1])
+    options: dict[str, Any] = {"activation": "gelu", "pre_scale": 0.2, "post_scale": 1.0}
+    layout = (t.q_offsets, t.k_offsets, t.max_q, max_k or t.max_k, None)
+
+    def run(operands: list[Tensor]) -> list[Tensor]:
+        *qkv, grad = operands
+        blocked = block.forward(*qkv, t.q_offsets, t.max_q, scale=0.2)
+        blocked_grads = block.backward(grad, *qkv, t.q_offsets, t.max_q, scale=0.2)
+        grads = gdpa_backward.backward(grad, *qkv, *layout, **options)[:3]
+        return [blocked, *blocked_grads, gdpa.forward(*qkv, *layout, **options), *grads]
+
+    operands = [t.q, t.k, t.v, t.grad_out]
+    clean = run(operands)
+    spoiled = [x.clone() for x in operands]
+    for x in spoiled:
+        x[middle] = float("nan")
+    for before, after in zip(clean, run(spoiled)):
+        others = torch.ones(len(before), dtype=torch.bool, device=device)
+        others[middle] = False
+        assert after[middle].isnan().all(), "the NaN did not arrive"
+        assert torch.equal(before[others], after[others]), f"a sample saw another: {lengths}"
+
+
 def check_wanted(device: str) -> None:
     """What is not wanted is empty, and what is comes out the same."""
     case = JaggedCase(name="wanted", q_lengths=(9, 33), k_lengths=(40, 3), groups=1)
@@ -220,6 +247,8 @@ def gdpa_checks(device: str) -> Iterator[Callable[[], None]]:
     yield lambda: check_schedule_of_another_mask(short, device)
     yield check(replace(small, dim=48, value_dim=80))
     yield lambda: check_wanted(device)
+    yield lambda: check_isolation(device, (33, 40, 70), max_k=1024)
+    yield lambda: check_isolation(device, (130, 3, 20))
     if device == "cuda":
         drawn = torch.randint(0, 700, (2, 120), generator=torch.Generator().manual_seed(0)).tolist()
         large = JaggedCase(name="large", q_lengths=tuple(drawn[0]), k_lengths=tuple(drawn[1]), heads=4, groups=4)
