@@ -19,6 +19,7 @@ from ..fused.attention.bias import JaggedBias
 from ..fused.attention.spec import AttentionSpec
 from ..fused.spec import BLOCK
 from . import jagged_flops as flops
+from . import jagged_limits as limits
 from .attention import BACKWARD_OPERANDS
 from .library import decode, define
 from .offsets import WATCH, Claim
@@ -39,13 +40,19 @@ _BLOCK = (
 )
 
 
-def _resolved(op: str, backend: str, x: Tensor, spec: str, quantized: list[Tensor], seed: Tensor | None) -> Any:
+def _resolved(
+    op: str, backend: str, q: Tensor, v: Tensor, spec: str, quantized: list[Tensor], seed: Tensor | None, block: int = 0
+) -> Any:
     """The callable of an op, with what it needs to multiply in MXFP8 bound where `spec` asks for it."""
     if not spec:
-        return resolve(op, backend, x.device)
+        name = select(q.device) if backend == "auto" else backend
+        if name != "reference" and (reason := limits.problem(op, q, v, block)):
+            limits.say(op, reason)
+            name = "reference"
+        return resolve(op, name, q.device)
     names = FORWARD_OPERANDS if op.endswith("forward") else BACKWARD_OPERANDS
     operands = {name: (quantized[2 * i], quantized[2 * i + 1]) for i, name in enumerate(names)}
-    run = resolve(f"{op}_mxfp8", backend, x.device)
+    run = resolve(f"{op}_mxfp8", backend, q.device)
     return partial(run, spec=AttentionSpec.decode(spec), operands=operands, seed=seed)
 
 
@@ -56,11 +63,33 @@ def _bias(tensors: list[Tensor | None]) -> JaggedBias | None:
     return JaggedBias(position=position, time=time, q_times=q_times, k_times=k_times, time_bounds=time_bounds)
 
 
-def _look(op: str, q: Tensor, k: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, max_q: int, max_k: int) -> None:
+def _look(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    q_offsets: Tensor | None,
+    k_offsets: Tensor,
+    max_q: int,
+    max_k: int,
+    bias: list[Tensor | None],
+    schedule: Tensor | None,
+) -> None:
+    """Raise for what the tensors beside q, k and v hold, or are too short to hold; see `offsets`."""
     if q_offsets is not None:
         WATCH.check(q_offsets, Claim(op, "q_offsets", len(q), max_q))
     if q_offsets is not k_offsets or len(q) != len(k) or max_q != max_k:
         WATCH.check(k_offsets, Claim(op, "k_offsets", len(k), max_k))
+    bounds = bias[4]
+    if bounds is not None and bounds.device.type == "cpu" and bool((bounds.diff() < 0).any()):
+        raise ValueError(f"{op}: bias.time_bounds: got bounds that decrease, expected them ascending: sort them")
+    if schedule is None or schedule.numel() == 0:
+        return
+    expected = _schedule_shape(q_offsets, k_offsets, len(q), len(k), len(q))
+    if schedule.shape != expected:  # kernels would read past the end of a shorter one
+        raise ValueError(
+            f"{op}: schedule: got {tuple(schedule.shape)}, expected {expected}: it is that of another batch; make one "
+            "for each with jagged_schedule(...)"
+        )
 
 
 def _quantize(
@@ -140,15 +169,20 @@ def _schedule_fake(
 ) -> Tensor:
     if not has("jagged_schedule", select(k_offsets.device) if backend == "auto" else backend):
         return k_offsets.new_empty(0, dtype=torch.int32)
+    return k_offsets.new_empty(_schedule_shape(q_offsets, k_offsets, total_q, total_k, max_q), dtype=torch.int32)
+
+
+def _schedule_shape(q_offsets: Tensor | None, k_offsets: Tensor, total_q: Any, total_k: Any, max_q: Any) -> Any:
+    """Of what `schedule.build` makes, without a guard on which number is smaller."""
     from ..fused.attention import schedule
 
     samples = k_offsets.shape[0] - 1
 
-    def most(total: Any) -> Any:  # `schedule.most_tiles`, without a guard on which is smaller
+    def most(total: Any) -> Any:
         return torch.sym_min(total, (total + samples * (schedule.TILE - 1)) // schedule.TILE)
 
     queries = most(total_q) if q_offsets is not None else samples * -(-max_q // schedule.TILE)
-    return k_offsets.new_empty(1 + queries + most(total_k), schedule.ENTRY, dtype=torch.int32)
+    return 1 + queries + most(total_k), schedule.ENTRY
 
 
 jagged_schedule = define(
@@ -177,8 +211,8 @@ def _forward(
     window: int | None,
     backend: str,
 ) -> tuple[Tensor, ...]:
-    _look("jagged_attention", q, k, q_offsets, k_offsets, max_q, max_k)
-    run = _resolved("jagged_forward", backend, q, spec, quantized, seed)
+    _look("jagged_attention", q, k, q_offsets, k_offsets, max_q, max_k, bias, schedule)
+    run = _resolved("jagged_forward", backend, q, v, spec, quantized, seed)
     layout = (q_offsets, k_offsets, max_q, max_k, _bias(bias), _given(schedule))
     with torch.no_grad():  # an exported graph calls the op on parameters
         return run(q, k, v, *layout, scale=scale, causal=causal, window=window)
@@ -219,7 +253,7 @@ def _backward(
     backend: str,
     wanted: str,
 ) -> tuple[Tensor, ...]:
-    run = _resolved("jagged_backward", backend, q, spec, quantized, seed)
+    run = _resolved("jagged_backward", backend, q, v, spec, quantized, seed)
     layout = (q_offsets, k_offsets, max_q, max_k, _bias(bias), _given(schedule))
     return run(
         grad_out, q, k, v, out, lse, *layout, scale=scale, causal=causal, window=window, wanted=wanted
@@ -281,8 +315,8 @@ def _generalized_forward(
     window: int | None,
     backend: str,
 ) -> Tensor:
-    _look("generalized_attention", q, k, q_offsets, k_offsets, max_q, max_k)
-    run = _resolved("generalized_forward", backend, q, spec, quantized, seed)
+    _look("generalized_attention", q, k, q_offsets, k_offsets, max_q, max_k, bias, schedule)
+    run = _resolved("generalized_forward", backend, q, v, spec, quantized, seed)
     with torch.no_grad():
         return run(
             q, k, v, q_offsets, k_offsets, max_q, max_k, _bias(bias), _given(schedule), activation=activation,
@@ -328,7 +362,7 @@ def _generalized_backward(
     backend: str,
     wanted: str,
 ) -> tuple[Tensor, ...]:
-    run = _resolved("generalized_backward", backend, q, spec, quantized, seed)
+    run = _resolved("generalized_backward", backend, q, v, spec, quantized, seed)
     return run(
         grad_out, q, k, v, q_offsets, k_offsets, max_q, max_k, _bias(bias), _given(schedule), activation=activation,
         pre_scale=pre_scale, post_scale=post_scale, causal=causal, window=window, broadcast_q=broadcast_q,
@@ -374,7 +408,7 @@ def _block_forward(
     backend: str,
 ) -> Tensor:
     WATCH.check(offsets, Claim("block_attention", "offsets", len(q), max_length))
-    run = _resolved("block_forward", backend, q, spec, quantized, seed)
+    run = _resolved("block_forward", backend, q, v, spec, quantized, seed, block)
     with torch.no_grad():
         return run(q, k, v, offsets, max_length, scale=scale, block=block, causal=causal)
 
@@ -402,7 +436,7 @@ def _block_backward(
     backend: str,
     wanted: str,
 ) -> tuple[Tensor, ...]:
-    run = _resolved("block_backward", backend, q, spec, quantized, seed)
+    run = _resolved("block_backward", backend, q, v, spec, quantized, seed, block)
     return run(grad_out, q, k, v, offsets, max_length, scale=scale, block=block, causal=causal, wanted=wanted)
 
 

@@ -17,7 +17,7 @@ from .attention import describe_attention
 SOFTMAX = "softmax"
 
 
-def check_sizes(where: str, least: int = 1, **sizes: Any) -> None:
+def check_sizes(where: str, least: int = 1, /, **sizes: Any) -> None:
     """Raise one ValueError for all sizes of a layer that are no ints of at least `least`; None is not given."""
     wrong = [
         f"{name}: got {size!r}"
