@@ -37,14 +37,14 @@ def test_the_inner_loops_are_asynchronous_wgmma_and_few_instructions() -> None:
     """Weights go from registers to the second product, and waits are few: the assembler has not serialized products.
     A score takes one special function and four fused multiply-adds, in backward nine.
     """
-    q = torch.zeros(256, 4, 128, dtype=torch.bfloat16)
-    offsets = torch.tensor([0, 256], dtype=torch.int32)
+    q = torch.zeros(8192, 4, 128, dtype=torch.bfloat16)
+    offsets = torch.tensor([0, 8192], dtype=torch.int32)
+    layouts = [(offsets, offsets, 8192, longest, None) for longest in (8192, 256)]
     options = {"activation": "gelu", "pre_scale": 0.1, "post_scale": 0.1}
     found = {}
-    for longest in (1024, 256):
-        layout = offsets, offsets, 256, longest, None
+    for layout in layouts:
         found |= compiled_for_hopper(lambda layout=layout: gdpa.forward(q, q, q, *layout, **options))
-    found |= compiled_for_hopper(lambda: gdpa_backward.backward(q, q, q, q, *layout, **options))
+    found |= compiled_for_hopper(lambda: gdpa_backward.backward(q, q, q, q, *layouts[0], **options))
     assert set(found) == {"gdpa_forward_kernel", "gdpa_short_kernel", "gdpa_dq_kernel", "gdpa_dkdv_kernel"}
     for name, built in found.items():
         assert set(re.findall(r"(?:wg)?mma[\w.]*\.m(\d+)n\d+k16", built.asm["ptx"])) == {"64"}, name

@@ -10,7 +10,8 @@ the L2 cache but for the first tile of a sample, and writes O: `2 H (D + E) (1 +
 Rows of V that are filled with zeros add nothing and need no mask. Under a causal mask or a window, and where the last
 block slides back over keys already taken (`_tiles`), pairs are masked after the activation, in those blocks alone.
 
-At most 256 keys a sample and more than 128 queries go to `gdpa_short`, which keeps K and V and walks over Q.
+At most 256 keys a sample and more than 128 queries go to `gdpa_short`, if there are tiles enough: it keeps K and V and
+walks over Q.
 
 `broadcast_q`: one set of queries for every sample, read from the same rows each time.
 
@@ -353,8 +354,10 @@ def forward(
 
 def _is_short(problem: Problem, max_q: int, max_k: int) -> bool:
     """Several tiles of queries pass by keys that a multiprocessor can keep, all of which they see."""
-    few = 0 < max_k <= gdpa_short.MOST_KEYS and max_q > schedules.TILE
-    return few and problem.width <= 128 and not problem.masked and not problem.has_bias
+    q = problem.q.x
+    several = max_q > schedules.TILE and gdpa_short.run_of(problem.entries[0], q.shape[1], q.device.index) > 1
+    few = 0 < max_k <= gdpa_short.MOST_KEYS and problem.width <= 128
+    return several and few and not problem.masked and not problem.has_bias
 
 
 def _launch(problem: Problem, out: Tensor, post_scale: float, config: Config) -> None:

@@ -89,6 +89,12 @@ def short_config(max_k: int) -> Config:
     return Config(rows=128, block=64 if max_k <= 128 else 128, warps=8, stages=2)
 
 
+def run_of(entries: int, heads: int, device: int | None) -> int:
+    """Tiles a program takes, a power of two: as many as leave two programs for each multiprocessor."""
+    run = min(_RUN, max(1, entries * heads // (2 * processors(device)[0])))
+    return 1 << (run.bit_length() - 1)
+
+
 def forward(
     q: Operand,
     k: Operand,
@@ -106,10 +112,8 @@ def forward(
 ) -> None:
     """Fill `out` (Tq, H, E); arguments as `gdpa.forward` has them when it calls this."""
     heads, config = q.x.shape[1], short_config(max_k)
-    count, tma = processors(q.x.device.index)
-    tma = tma and q.x.numel() > 0
-    run = min(_RUN, max(1, entries * heads // (2 * count)))  # at least two programs for each multiprocessor
-    run = 1 << (run.bit_length() - 1)
+    tma = processors(q.x.device.index)[1] and q.x.numel() > 0
+    run = run_of(entries, heads, q.x.device.index)
     gdpa_short_kernel[(triton.cdiv(entries, run) * heads,)](
         q.boxes(config.rows, tma), q.x, k.x, v.x, out, schedule, entries, heads, heads // k.x.shape[1], q.stride8,
         k.stride8, v.stride8, scale, out_scale, KIND=activation, BROADCAST=broadcast_q, FOLD=fold,
