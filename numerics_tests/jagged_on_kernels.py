@@ -7,6 +7,7 @@ import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -44,9 +45,16 @@ def block(t: JaggedTensors, table: Tensor) -> Tensor:
 FAMILIES = {"jagged": jagged, "generalized": generalized, "pooled": pooled, "block": block}
 
 
-def run(family: str) -> list[Tensor]:
+def with_gaps(offsets: Tensor) -> Tensor:
+    """The same offsets as a view of every other element of a tensor."""
+    return torch.stack((offsets, offsets + 1000), 1).flatten()[::2]
+
+
+def run(family: str, gaps: bool = False) -> list[Tensor]:
     """Output and gradients."""
     t = tensors(CASE, dtype=torch.bfloat16)
+    if gaps:
+        t = replace(t, q_offsets=with_gaps(t.q_offsets), k_offsets=with_gaps(t.k_offsets))
     table = torch.randn(9, 2, generator=torch.Generator().manual_seed(0)).requires_grad_()
     wanted = [x.requires_grad_() for x in (t.q, t.k, t.v)] + ([table] if family in ("jagged", "generalized") else [])
     out = FAMILIES[family](t, table)
@@ -55,7 +63,7 @@ def run(family: str) -> list[Tensor]:
 
 
 def on_kernels(family: str) -> tuple[list[Tensor], list[str]]:
-    """The same on backend `triton`, and the ops that ran there."""
+    """The same on backend `triton`, of offsets that are a view, and the ops that ran there."""
     reached: list[str] = []
     resolve, select = backends.table.resolve, backends.table.select
 
@@ -65,7 +73,7 @@ def on_kernels(family: str) -> tuple[list[Tensor], list[str]]:
 
     backends.jagged.resolve, backends.jagged.select = to_kernels, lambda device: "triton"
     try:
-        return run(family), reached
+        return run(family, gaps=True), reached
     finally:
         backends.jagged.resolve, backends.jagged.select = resolve, select
 
