@@ -47,6 +47,7 @@ from ._tiles import (
     score_bias,
     store_some_rows,
     turns_of,
+    units_in,
     visible,
 )
 from .activations import ACTIVATIONS
@@ -96,9 +97,9 @@ def forward_step(
     return add_product(rounded(p, v.dtype), v, out, "tf32")
 
 
-@kernel(do_not_specialize=SCALARS)
+@kernel(do_not_specialize=[*SCALARS, "entries"])
 def gdpa_forward_kernel(
-    q_desc, k_desc, v_desc, q_ptr, k_ptr, v_ptr, out_ptr, schedule_ptr,
+    q_desc, k_desc, v_desc, q_ptr, k_ptr, v_ptr, out_ptr, schedule_ptr, entries,
     position_ptr, time_ptr, q_times_ptr, k_times_ptr, bounds_ptr, H, GROUP, QS8, KS8, VS8, scale, out_scale, window,
     P, N,
     KIND: tl.constexpr, BROADCAST: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITION: tl.constexpr,
@@ -111,7 +112,7 @@ def gdpa_forward_kernel(
     from a row to the next, over 8. GROUP: heads of q that share one of k and v. FOLD: scale > 0 goes into the
     activation, and comes back in out_scale.
     """
-    units = tl.load(schedule_ptr) * (H * SUB)
+    units = units_in(schedule_ptr, entries, H * SUB, PERSISTENT)
     for turn in tl.range(turns_of(units, PERSISTENT), disable_licm=True):
         rank = deal(turn)
         if rank < units:
@@ -268,7 +269,7 @@ def problem_of(
     rows = samples * len(q) if broadcast_q else len(q)
     if schedule is None or not schedule.numel():
         schedule = schedules.build(
-            None if broadcast_q else q_offsets, k_offsets, rows, len(k), broadcast or max_q, max_k,
+            None if broadcast_q else q_offsets, k_offsets, rows, len(k), max_q if broadcast is None else broadcast, max_k,
             causal=causal, window=window,
         )  # fmt: skip
     tables = (None,) * 5 if bias is None else bias.tensors
@@ -281,7 +282,7 @@ def problem_of(
         q=Operand.of(widened(q)), k=Operand.of(widened(k)), v=Operand.of(widened(v)), rows=rows, samples=samples,
         schedule=schedule, entries=schedules.lengths_of_lists(rows, len(k), samples, broadcast=broadcast),
         bias=tuple(schedule if x is None else x.contiguous() for x in tables), sizes=sizes, flags=flags,
-        scale=float(pre_scale), window=window,
+        scale=float(pre_scale), window=None if window is None else min(window, schedules.WIDEST),
     )  # fmt: skip
 
 
@@ -365,6 +366,7 @@ def _launch(problem: Problem, out: Tensor, post_scale: float, config: Config) ->
     heads, tma = q.x.shape[1], problem.tma
     gdpa_forward_kernel[(config.programs(problem.entries[0], heads, q.x.device.index),)](
         q.boxes(config.rows, tma), k.boxes(config.block, tma), v.boxes(config.block, tma), q.x, k.x, v.x, out,
-        problem.schedule, *problem.bias, heads, heads // k.x.shape[1], q.stride8, k.stride8, v.stride8, problem.scale,
-        post_scale * problem.weight_scale, problem.window or 0, *problem.sizes, **problem.constants, **config.launch,
+        problem.schedule, problem.entries[0], *problem.bias, heads, heads // k.x.shape[1], q.stride8, k.stride8,
+        v.stride8, problem.scale, post_scale * problem.weight_scale, problem.window or 0, *problem.sizes,
+        **problem.constants, **config.launch,
     )  # fmt: skip

@@ -39,6 +39,7 @@ from ._tiles import (
     score_bias,
     store_some_rows,
     turns_of,
+    units_in,
     visible,
 )
 from .bias import JaggedBias
@@ -81,9 +82,9 @@ def dq_step(
     return add_product(rounded(ds, k.dtype), k, dq, "tf32")
 
 
-@kernel(do_not_specialize=[*SCALARS, "GS8"])
+@kernel(do_not_specialize=[*SCALARS, "GS8", "entries"])
 def gdpa_dq_kernel(
-    q_desc, k_desc, v_desc, do_desc, q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, schedule_ptr,
+    q_desc, k_desc, v_desc, do_desc, q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, schedule_ptr, entries,
     position_ptr, time_ptr, q_times_ptr, k_times_ptr, bounds_ptr, dposition_ptr, dtime_ptr, unit_ptr,
     H, GROUP, QS8, KS8, VS8, GS8, scale, out_scale, window, P, N,
     KIND: tl.constexpr, BROADCAST: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITION: tl.constexpr,
@@ -92,7 +93,7 @@ def gdpa_dq_kernel(
     STAGES: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     """Of all tiles of queries: dQ if QUERIES, sums for the tables' gradients if TABLES. See `gdpa_forward_kernel`."""
-    units = tl.load(schedule_ptr) * (H * SUB)
+    units = units_in(schedule_ptr, entries, H * SUB, PERSISTENT)
     for turn in tl.range(turns_of(units, PERSISTENT), disable_licm=True):
         rank = deal(turn)
         if rank < units:
@@ -184,9 +185,9 @@ def dkdv_step(
     return dk, dv
 
 
-@kernel(do_not_specialize=[*SCALARS, "GS8", "skipped"])
+@kernel(do_not_specialize=[*SCALARS, "GS8", "entries", "skipped"])
 def gdpa_dkdv_kernel(
-    q_desc, k_desc, v_desc, do_desc, q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, schedule_ptr, skipped,
+    q_desc, k_desc, v_desc, do_desc, q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, schedule_ptr, entries, skipped,
     position_ptr, time_ptr, q_times_ptr, k_times_ptr, bounds_ptr, H, GROUP, QS8, KS8, VS8, GS8, scale, dk_scale,
     dv_scale, window, P, N,
     KIND: tl.constexpr, BROADCAST: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITION: tl.constexpr,
@@ -194,7 +195,7 @@ def gdpa_dkdv_kernel(
     D: tl.constexpr, E: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     """Of all tiles of keys: what each query head adds to dK and dV; their list begins after `skipped` rows."""
-    units = tl.load(schedule_ptr + 1) * (H * SUB)
+    units = units_in(schedule_ptr + 1, entries, H * SUB, PERSISTENT)
     for turn in tl.range(turns_of(units, PERSISTENT), disable_licm=True):
         rank = deal(turn)
         if rank < units:
@@ -336,10 +337,10 @@ def _dq(problem: Problem, do: Operand, tables: Tables, config: Config, wanted: b
         sums = (unread if x is None else x for x in (tables.position, tables.time, tables.unit))
         gdpa_dq_kernel[(config.programs(problem.entries[0], heads, q.x.device.index),)](
             q.boxes(config.rows, tma), k.boxes(config.block, tma), v.boxes(config.block, tma),
-            do.boxes(config.rows, tma), q.x, k.x, v.x, do.x, dq if wanted else q.x, problem.schedule, *problem.bias,
-            *sums, heads, heads // k.x.shape[1], q.stride8, k.stride8, v.stride8, do.stride8, problem.scale,
-            post_scale * problem.scale, problem.window or 0, *problem.sizes, QUERIES=wanted,
-            TABLES=tables.unit is not None, **problem.constants, **config.launch,
+            do.boxes(config.rows, tma), q.x, k.x, v.x, do.x, dq if wanted else q.x, problem.schedule,
+            problem.entries[0], *problem.bias, *sums, heads, heads // k.x.shape[1], q.stride8, k.stride8, v.stride8,
+            do.stride8, problem.scale, post_scale * problem.scale, problem.window or 0, *problem.sizes,
+            QUERIES=wanted, TABLES=tables.unit is not None, **problem.constants, **config.launch,
         )  # fmt: skip
     if broadcast and wanted:
         dq = dq.view(problem.samples, *q.x.shape).sum(0).to(q.x.dtype)
@@ -357,10 +358,10 @@ def _dkdv(problem: Problem, do: Operand, config: Config, wanted: str, post_scale
     if problem.entries[1]:
         gdpa_dkdv_kernel[(config.programs(problem.entries[1], heads, q.x.device.index),)](
             q.boxes(config.block, tma), k.boxes(config.rows, tma), v.boxes(config.rows, tma),
-            do.boxes(config.block, tma), q.x, k.x, v.x, do.x, dk, dv, problem.schedule, 1 + problem.entries[0],
-            *problem.bias, heads, heads // groups, q.stride8, k.stride8, v.stride8, do.stride8, problem.scale,
-            post_scale * problem.scale, post_scale * problem.weight_scale, problem.window or 0, *problem.sizes,
-            **problem.constants, **config.launch,
+            do.boxes(config.block, tma), q.x, k.x, v.x, do.x, dk, dv, problem.schedule, problem.entries[1],
+            1 + problem.entries[0], *problem.bias, heads, heads // groups, q.stride8, k.stride8, v.stride8, do.stride8,
+            problem.scale, post_scale * problem.scale, post_scale * problem.weight_scale, problem.window or 0,
+            *problem.sizes, **problem.constants, **config.launch,
         )  # fmt: skip
     if heads > groups:
         dk, dv = (x.unflatten(1, (groups, -1)).sum(2).to(k.x.dtype) for x in (dk, dv))
