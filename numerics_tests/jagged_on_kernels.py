@@ -17,7 +17,7 @@ from torch import Tensor
 from mxfp8_recipe import backends
 from mxfp8_recipe.functional import JaggedBias, block_attention, generalized_attention, jagged_attention
 from mxfp8_recipe.fused.attention import block as block_kernels
-from mxfp8_recipe.fused.attention import schedule
+from mxfp8_recipe.fused.attention import gdpa, gdpa_backward, schedule
 from numerics_tests.attention_oracle import sqnr_db
 from numerics_tests.jagged_cases import JaggedCase, JaggedTensors, tensors
 
@@ -103,9 +103,25 @@ def check_wrong_offsets() -> None:
         assert bool((guarded[133:] == 7).all())
 
 
+def check_edges_of_numbers() -> None:
+    """The widest window hides nothing; no seeds are no queries, whatever maximum is declared."""
+    t = tensors(CASE, dtype=torch.bfloat16)
+    layout = (t.k_offsets, 200, t.max_k, None)
+    options: dict[str, Any] = {"activation": "gelu", "pre_scale": 0.2, "post_scale": 0.5}
+    wide, none = (gdpa.forward(t.q, t.k, t.v, t.q_offsets, *layout, window=w, **options) for w in (2**31 - 1, None))
+    assert torch.equal(wide, none)
+    pooling = {"broadcast_q": True, **options}
+    out = gdpa.forward(t.q[:0], t.k, t.v, None, *layout, **pooling)
+    dq, dk, dv, *_ = gdpa_backward.backward(out, t.q[:0], t.k, t.v, None, *layout, **pooling)
+    assert out.numel() == dq.numel() == 0
+    assert not dk.any()
+    assert not dv.any()
+
+
 def main() -> None:
     """What both backends give differs by bf16 rounding: measured 52 dB or more."""
     check_wrong_offsets()
+    check_edges_of_numbers()
     for family in sys.argv[1:]:
         expected, (actual, reached) = run(family), on_kernels(family)
         assert any(op.endswith("forward") for op in reached)

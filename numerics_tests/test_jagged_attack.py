@@ -165,7 +165,7 @@ def test_odd_batches_against_loops(family: str, seed: int) -> None:
         y = torch.zeros_like(like) if y is None else y
         assert x.shape == y.shape
         if x.numel():
-            assert (x - y).abs().max() <= 1e-4 * max(1.0, float(y.abs().max()))
+            assert (x - y).detach().abs().max() <= 1e-4 * max(1.0, float(y.detach().abs().max()))
 
 
 def test_a_table_may_be_of_positions_and_of_times() -> None:
@@ -432,3 +432,37 @@ def test_the_config_of_a_layer_names_it_in_every_error() -> None:
     for wrong in ({"q": None}, {"max_q": 7.0}, {"scale": "a"}, {"schedule": [1]}, {"causal": 3}):
         with pytest.raises(TypeError, match=r"^tower\.core: "):
             run(config=named, **wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["hstu", "pool", "block"])
+def test_on_a_gpu_fp32_runs_and_is_said(name: str) -> None:
+    """Against the CPU, in fp32: rounding alone. Under autocast nothing is said."""
+    layer: nn.Module = (
+        HSTUAttention(64, 2, max_length=9) if name == "hstu" else PooledAttention(64, 2, 3, activation="gelu")
+    )
+
+    def call(device: str) -> Tensor:
+        x, offsets = X.to(device), OFFSETS.to(device)
+        if name == "block":
+            heads = HEADS.to(device)
+            return block_attention(heads, heads, heads, offsets, 7)
+        return layer(x, offsets) if name == "hstu" else layer(x, offsets, 7)
+
+    expected = call("cpu")
+    layer.cuda()
+    with pytest.warns(UserWarning, match="it runs on the reference"):
+        found = call("cuda")
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
+    with warnings.catch_warnings(), torch.autocast("cuda", torch.bfloat16):
+        warnings.filterwarnings("error", ".*runs on the reference")
+        assert call("cuda").dtype is torch.bfloat16
+
+
+@pytest.mark.gpu
+def test_layers_are_made_where_torch_makes_tensors() -> None:
+    with torch.device("cuda"):
+        layer = HSTUAttention(64, 2, max_length=9, time_buckets=5).bfloat16()
+    with torch.no_grad():
+        out = layer(X.cuda().bfloat16(), OFFSETS.cuda(), times=TIMES.cuda())
+    assert out.isfinite().all()

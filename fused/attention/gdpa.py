@@ -269,8 +269,8 @@ def problem_of(
     rows = samples * len(q) if broadcast_q else len(q)
     if schedule is None or not schedule.numel():
         schedule = schedules.build(
-            None if broadcast_q else q_offsets, k_offsets, rows, len(k), max_q if broadcast is None else broadcast, max_k,
-            causal=causal, window=window,
+            None if broadcast_q else q_offsets, k_offsets, rows, len(k), max_q if broadcast is None else broadcast,
+            max_k, causal=causal, window=window,
         )  # fmt: skip
     tables = (None,) * 5 if bias is None else bias.tensors
     sizes = tuple(1 if x is None else x.shape[0] for x in tables[:2])
