@@ -11,10 +11,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mxfp8_recipe import selftest
+from mxfp8_recipe import selftest, selftest_gemms
 from mxfp8_recipe.cli import app
 from mxfp8_recipe.fused.spec import QuantSpec
-from mxfp8_recipe.selftest import INTERPRETER, Outcome, Place
+from mxfp8_recipe.selftest import Outcome
+from mxfp8_recipe.selftest_places import INTERPRETER, Place
 
 CPU = Place("reference", "cpu")
 NATURAL = QuantSpec()
@@ -23,10 +24,10 @@ OPS = {
     "norm_backward": lambda: selftest.check_norm(CPU, "layer", NATURAL),
     "activation_quantize": lambda: selftest.check_activation(CPU, "gelu", NATURAL),
     "activation_backward": lambda: selftest.check_activation(CPU, "swiglu", NATURAL),
-    "quantize": lambda: selftest.check_linear(CPU, "mxfp8_hopper"),
-    "gemm": lambda: selftest.check_linear(CPU, "mxfp8"),
-    "gemm_epilogue": lambda: selftest.check_epilogues(CPU),
-    "gemm_dact": lambda: selftest.check_dact(CPU),
+    "quantize": lambda: selftest_gemms.check_linear(CPU, "mxfp8_hopper"),
+    "gemm": lambda: selftest_gemms.check_linear(CPU, "mxfp8"),
+    "gemm_epilogue": lambda: selftest_gemms.check_epilogues(CPU),
+    "gemm_dact": lambda: selftest_gemms.check_dact(CPU),
 }
 
 
@@ -67,7 +68,7 @@ def test_a_wrong_bit_of_any_op_is_found(op: str, monkeypatch: pytest.MonkeyPatch
 
 def test_a_gemm_that_multiplies_without_a_scale_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, "gemm", lambda out: out * (1 + 2.0**-4))
-    assert failures(selftest.check_linear(CPU, "mxfp8")).count("relative to the exact sums") == 3
+    assert failures(selftest_gemms.check_linear(CPU, "mxfp8")).count("relative to the exact sums") == 3
 
 
 def test_a_recipe_that_quantizes_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

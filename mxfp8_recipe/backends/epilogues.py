@@ -16,7 +16,7 @@ from ..fused.gemm.epilogue import Epilogue, Rotation, interleave, interleave_sca
 from ..fused.reference_ops import GATED_KINDS
 from ..fused.spec import BLOCK
 from .gemm import operand
-from .library import define, fake_quantized
+from .library import define, fake_quantized, without_padding
 from .table import layout, resolve
 
 PLAIN = Epilogue().encode()
@@ -107,7 +107,11 @@ def _gemm_dact(
         a.view(a_dtype), a_scale, b.view(b_dtype), b_scale, z, gate, epilogue=Dact.decode(epilogue),
         out_dtype=out_dtype, y_dtype=y_dtype, a_tile=a_tile, b_tile=b_tile,
     )  # fmt: skip
-    return out[0].contiguous(), out[1].contiguous(), *out[2:]
+    laid, none = layout(backend, z.device), z.new_empty(0, dtype=torch.uint8)
+    of_z, of_gate, act = (
+        without_padding(one, z.shape[0], laid) for one in (out[4:8], out[8:12], (none, none, *out[12:]))
+    )
+    return out[0].contiguous(), out[1].contiguous(), *out[2:4], *of_z, *of_gate, *act[2:]
 
 
 def _gemm_dact_fake(
@@ -129,10 +133,11 @@ def _gemm_dact_fake(
     shape, both = tuple(z.shape), gate is not None
     highs = (z.new_empty(shape if steps.emit_high and there else 0) for there in (True, both))
     sums = (z.new_empty(shape[1] if steps.emit_bias and there else 0, dtype=torch.float32) for there in (True, both))
-    of_z = fake_quantized(z, row, col, layout=laid)
-    of_gate = fake_quantized(z, *((row, col) if both else ("", "")), layout=laid)
+    padded: dict[str, Any] = {"layout": laid, "row_bytes": laid.row_bytes}
+    of_z = fake_quantized(z, row, col, **padded)
+    of_gate = fake_quantized(z, *((row, col) if both else ("", "")), **padded)
     features = shape[1] // 2 if steps.activation in GATED_KINDS and not both else shape[1]
-    return *highs, *sums, *of_z, *of_gate, *fake_quantized(z, "", act, shape[0], features, laid)[2:]
+    return *highs, *sums, *of_z, *of_gate, *fake_quantized(z, "", act, shape[0], features, **padded)[2:]
 
 
 gemm_dact = define(

@@ -134,7 +134,7 @@ _TABLE: dict[tuple[str, str], Callable[..., Any] | Kernel] = {
     ("matmul", "blackwell"): reference.matmul_native,
     ("gemm", "hopper"): Kernel("gemm.hopper", "gemm"),
     ("gemm_epilogue", "hopper"): Kernel("gemm.hopper_epilogue", "gemm_epilogue"),
-    ("gemm_dact", "hopper"): Kernel("gemm.hopper_dact", "gemm_dact"),
+    ("gemm_dact", "hopper"): _laid(Kernel("gemm.hopper_dact", "gemm_dact"), "hopper"),
     ("gemm", "blackwell"): Kernel("gemm.blackwell", "gemm"),
     ("gemm_epilogue", "blackwell"): _laid(Kernel("gemm.blackwell", "gemm_epilogue"), "blackwell"),
     ("gemm", "triton"): Kernel("gemm.portable", "gemm"),
