@@ -33,7 +33,8 @@ from mxfp8_recipe.autograd import linear as linear_function
 from mxfp8_recipe.backends import table
 from mxfp8_recipe.fused import replay
 from mxfp8_recipe.fused.direct import Direct
-from mxfp8_recipe.mx_tensor import Edge, MXTensor
+from mxfp8_recipe.mx_edge import Edge
+from mxfp8_recipe.mx_tensor import MXTensor
 
 BENCH = "host_launches_cpu"
 ROWS, FEATURES = 128, 64

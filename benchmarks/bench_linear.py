@@ -37,7 +37,7 @@ from mxfp8_recipe import apply_recipe, load_recipe, planner
 from mxfp8_recipe.autograd import LinearConfig, NormConfig
 from mxfp8_recipe.epilogue_table import Choice
 from mxfp8_recipe.functional import mxfp8_linear, mxfp8_norm
-from mxfp8_recipe.mx_tensor import Edge
+from mxfp8_recipe.mx_edge import Edge
 
 SHAPES = ((16384, 4096, 4096), (65536, 1024, 1024), (65536, 2048, 512), (262144, 512, 512))
 EAGER_SHAPES = ((65536, 1024, 1024), (65536, 2048, 512))

@@ -34,6 +34,7 @@ class EdgePlan:
         fused: whether the value travels quantized or pending. reason: why not.
         rowwise, colwise: encoded specs the producer emits. emit_high: it emits the value itself too.
         head_dim: features of a head, for a projection.
+        crossed: FQNs of the modules whose call the value leaves or enters on its way.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class EdgePlan:
     colwise: str = ""
     emit_high: bool = False
     head_dim: int = 0
+    crossed: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if not self.fused:
@@ -227,15 +229,27 @@ class EdgeFinder:
             return False
         return reader.inputs == (value,) or (consumer.several and not pending)
 
+    def crossed(self, producer: str, consumers: tuple[str, ...]) -> tuple[str, ...]:
+        """FQNs of the modules whose call a value leaves or enters on its way, by a plan's producer and consumers; what
+        is no module's name stands for the call that follows.
+        """
+        nodes, found = self.recording.nodes, {}
+        for at, node in enumerate(nodes):
+            if node.kind != "module" or node.name != producer:
+                continue
+            later = nodes[at + 1 :]
+            for name in consumers:
+                known = (n for n in later if n.kind == "module" and n.name == name)
+                reader = next(known, None) if name in self.modules else next(iter(later), None)
+                found |= dict.fromkeys(() if reader is None else _crossed(node, reader))
+        return tuple(self._names[module] for module in found if module in self._names)
+
     def obstacle(self, producer: Node, reader: Node) -> str:
         """Why a value may not travel quantized between two calls, or nothing."""
         apart = not producer.grad_enabled and not producer.without_grad & reader.without_grad
         if producer.grad_enabled != reader.grad_enabled or apart:
             return "grad mode changes on the way (a reentrant checkpoint or no_grad region)"
-        shared = 0
-        while shared < min(len(producer.path), len(reader.path)) and producer.path[shared] is reader.path[shared]:
-            shared += 1
-        crossed = [*producer.path[shared:], *reader.path[shared:]]
+        crossed = _crossed(producer, reader)
         ends = [self.modules[node.name] for node in (producer, reader) if node.kind == "module"]
         for module in (*crossed, *ends):
             where = self._names.get(module) or type(module).__name__
@@ -244,6 +258,14 @@ class EdgeFinder:
             if _casts_inputs(module):
                 return f"{where} is wrapped by FSDP with input casting"
         return ""
+
+
+def _crossed(producer: Node, reader: Node) -> list[nn.Module]:
+    """The modules that one of two calls runs in and the other does not."""
+    shared = 0
+    while shared < min(len(producer.path), len(reader.path)) and producer.path[shared] is reader.path[shared]:
+        shared += 1
+    return [*producer.path[shared:], *reader.path[shared:]]
 
 
 def _follows(before: str, reader: Node) -> bool:

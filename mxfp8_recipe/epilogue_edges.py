@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from .autograd import activation_steps, is_emitted
 from .backends import PLAIN
@@ -43,6 +44,7 @@ class EpiloguePlan:
         consumers: FQNs of the layers that read what it emits.
         pair: `first` or `last` of two linears that run as one GEMM; `""` for one that does not.
         text: the steps in words.
+        crossed: FQNs of the modules whose call the output leaves or enters on its way.
     """
 
     linear: str
@@ -52,6 +54,7 @@ class EpiloguePlan:
     consumers: tuple[str, ...] = ()
     pair: str = ""
     text: str
+    crossed: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.text} in its {'' if self.gemm == 'fprop' else f'{self.gemm} '}epilogue"
@@ -75,7 +78,7 @@ def find_epilogues(
         producers = {edge.producer for edge in edges} | {linear for linear, gemm in found if gemm == "fprop"}
         for plan in _residuals(finder, producers):
             found[plan.linear, plan.gemm] = plan
-    return tuple(found.values())
+    return tuple(replace(plan, crossed=finder.crossed(plan.linear, plan.consumers)) for plan in found.values())
 
 
 def _residuals(finder: EdgeFinder, producers: set[str]) -> Iterator[EpiloguePlan]:
@@ -182,7 +185,7 @@ def _pair(
     if second is None or not _is_pair(finder, made, second, (act, product)):
         return []
     gate_last = _index(finder, made) > _index(finder, second)
-    facts = {"gemm": "fprop", "steps": activation_steps(GATED[kind], rowwise), "edge": edge.producer}
+    facts: dict[str, Any] = {"gemm": "fprop", "steps": activation_steps(GATED[kind], rowwise), "edge": edge.producer}
     readers = tuple(name for name in (edge.producer, *edge.consumers) if name != made.name)
     product_text = f"{_NAMES[kind]} times {second.name} and MXFP8 out"
     return [

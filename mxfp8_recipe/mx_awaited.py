@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
+from .mx_edge import Edge
 from .mx_reshapes import RESHAPES
-from .mx_tensor import GATED, Edge, Pending, Traveling, activation_kind
+from .mx_tensor import GATED, Pending, Traveling, activation_kind
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,11 +57,17 @@ class Awaited(Traveling):
         z = self.compute(None).reshape(self.carrier.shape)
         return z if self.kind == "identity" else self.activate(z, None, self.kind)
 
+    def plain(self) -> Tensor | None:
+        if self.settled is not None or self.kind != "identity" or self.edge.residual:
+            return self.settled
+        return self.materialize()
+
     def after(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         if name in RESHAPES:
             return RESHAPES[name](self, *args, **kwargs)
         kind = activation_kind(name, args, kwargs)
-        return self.activated(kind) if kind and not self.edge.residual else None
+        of_module = self.edge.then is not None  # and a function of the same name rounds by itself
+        return None if not kind or of_module else self.activated(kind)
 
     def reshaped(self, carrier: Tensor) -> Awaited | None:
         return replace(self, carrier=carrier) if self.edge.residual else None
@@ -80,7 +88,8 @@ class Awaited(Traveling):
             other = other.high("add") if other.settled is None else other.settled
         if not isinstance(other, Tensor):
             return None
-        if other.shape != self.shape or other.dtype != self.dtype:
+        alike = type(other) in (Tensor, Parameter) and other.shape == self.shape and other.dtype == self.dtype
+        if not alike or not self.call.awaits():
             return self.materialize() + other
         return self.compute(other).reshape(self.shape)
 
@@ -93,6 +102,8 @@ class Awaited(Traveling):
             found = self.both(other.call, self.call, GATED[self.kind], edge)
             if found is not None:
                 return found
+            other.call.edge.part()
             other = other.materialize()
+        self.call.edge.part()
         gate = Pending(self.compute(None), None, "identity", self.activate, edge).activated(self.kind)
         return None if gate is None else gate.gating(other)

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .mx_tensor import Edge, MXTensor, Traveling
+from .mx_edge import Edge
+from .mx_tensor import MXTensor, Traveling
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,6 @@ the producer saved; the edge says so once and is un-fused from then on. Never ga
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NoReturn
@@ -19,88 +18,10 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
+from .mx_edge import Edge
+from .mx_functions import enclosing_function, refuse_lost_gradient
 from .mx_ready import Ready
 from .mx_reshapes import RESHAPES
-
-
-@dataclass
-class Edge:
-    """What a producer and its planned consumers share at run time.
-
-    Attributes:
-        producer: FQN of the module whose output travels.
-        consumers: FQNs of the modules planned to read it.
-        fused: whether it still travels; `unfuse` ends that for good.
-        strict: raise instead of un-fusing.
-        reason: why it was un-fused.
-        closed: the producer returns plain tensors from now on, not even pending ones.
-        emit: specs a projection's or an attention's output is quantized with, along its features (of a head) and
-            along the tokens (the sequence); None for an edge on which nothing is emitted this way.
-        head_dim: features of a head, where heads matter.
-        steps: text of the epilogue that the producer's GEMM has on this edge; `""` for none.
-        then: the edge of the module that goes on with the producer's output, where that is one. reader: that module.
-        residual: the producer's output is added to a residual, and computed when that happens.
-        pair: `first` or `last`: the producer is that one of two linears whose GEMMs run as one, when their product is
-            taken; `""` for none.
-    """
-
-    producer: str
-    consumers: tuple[str, ...] = ()
-    fused: bool = True
-    strict: bool = False
-    reason: str = ""
-    closed: bool = False
-    emit: tuple[str, str] | None = None
-    head_dim: int = 0
-    steps: str = ""
-    then: Edge | None = None
-    reader: Any = None
-    residual: bool = False
-    pair: str = ""
-
-    @property
-    def in_epilogue(self) -> bool:
-        """Whether the producer's GEMM takes the steps that follow it."""
-        return bool(self.steps) and self.fused and (self.then is None or self.then.fused)
-
-    def unfuse(self, reader: str) -> None:
-        """Record that `reader`, whom nobody planned for, read the value.
-
-        Raises:
-            RuntimeError: when the edge is strict.
-        """
-        if not self.fused:
-            return
-        message = (
-            f"{self.producer or '(root)'}: its quantized output was read by {reader}, which was not planned for "
-            f"(planned: {', '.join(self.consumers)})"
-        )
-        if self.strict:
-            raise RuntimeError(
-                f"{message}. Apply the recipe with example_inputs that take this path, or override "
-                f"{self.producer!r} with 'bf16'"
-            )
-        self.fused, self.reason = False, f"read by {reader}"
-        warnings.warn(f"{message}; it is recomputed in high precision and un-fused from now on", stacklevel=3)
-
-    def close(self, reader: str) -> None:
-        """Un-fuse for a reader that needs plain tensors."""
-        self.unfuse(reader)
-        self.closed = True
-
-
-def edge_of(module: Any) -> Edge | None:
-    """The edge of a producer module; none once it, or its reader, has backward hooks, which need tensors."""
-    edge: Edge | None = module.__dict__.get("mxfp8_edge")
-    if edge is not None and has_backward_hooks(module):
-        edge.close(f"a backward hook of {edge.producer or '(root)'}")
-    return None if edge is None or edge.closed else edge
-
-
-def has_backward_hooks(module: Any) -> bool:
-    """Whether somebody watches or changes the gradients of a module."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
-
 
 _METADATA = {
     "is_leaf", "is_sparse", "is_sparse_csr", "is_cpu", "is_mps", "is_xpu", "is_meta", "is_quantized", "is_mkldnn",
@@ -120,10 +41,21 @@ class Traveling:
     Attributes:
         settled: the tensor itself once a reader nobody planned for got it. It may have written to it, so whoever
             reads this value afterwards reads that tensor.
+        settled_versions: how often that had been written to by then.
+        made_in: the autograd Function in whose forward it was made without a gradient, or "".
     """
 
     edge: Edge
     settled: ClassVar[Tensor | None] = None
+    settled_versions: ClassVar[tuple[int, ...]] = ()
+    made_in: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return
+        name = enclosing_function()
+        if name:
+            object.__setattr__(self, "made_in", name)
 
     @property
     def nominal(self) -> Tensor:
@@ -136,12 +68,23 @@ class Traveling:
 
     def high(self, reader: str) -> Tensor:
         """`materialize`, for a reader nobody planned for."""
+        refuse_lost_gradient(self)
         self.edge.unfuse(reader)
         if self.settled is None:
             nominal = self.nominal  # the next reader may be in grad mode though this one is not
             with torch.inference_mode(nominal.is_inference()), torch.set_grad_enabled(self.requires_grad):
-                object.__setattr__(self, "settled", self.materialize())
+                settled = self.materialize()
+            object.__setattr__(self, "settled", settled)
+            object.__setattr__(self, "settled_versions", versions_of(settled))
         assert self.settled is not None
+        return self.settled
+
+    def sources(self) -> tuple[Any, ...]:
+        """The tensors whose elements a layer that multiplies this value reads."""
+        return ()
+
+    def plain(self) -> Tensor | None:
+        """The tensor itself for a product that it was planned for, where no other comes into question; else None."""
         return self.settled
 
     def after(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -323,6 +266,9 @@ class MXTensor(Traveling):
     def nominal(self) -> Tensor:
         return self.carrier
 
+    def sources(self) -> tuple[Any, ...]:
+        return (self.carrier,) if self.has_high else ()
+
     def materialize(self) -> Tensor:
         return self.carrier if self.has_high else self.recompute().view(self.carrier.shape)
 
@@ -365,6 +311,12 @@ class Pending(Traveling):
     def nominal(self) -> Tensor:
         return self.x
 
+    def sources(self) -> tuple[Any, ...]:
+        return self.x, self.gate
+
+    def plain(self) -> Tensor | None:
+        return self.x if self.settled is None and self.kind == "identity" else self.settled
+
     def materialize(self) -> Tensor:
         if self.kind == "identity":
             return self.x
@@ -390,7 +342,8 @@ class Pending(Traveling):
         if name == "chunk":
             return _chunk(self, *args, **kwargs)
         kind = activation_kind(name, args, kwargs)
-        return self.activated(kind) if kind else None
+        of_module = self.kind == "identity" and self.edge.then is not None  # and a function rounds by itself
+        return self.activated(kind) if kind and not of_module else None
 
     def reshaped(self, x: Tensor) -> Pending | None:
         self.check()
@@ -410,7 +363,7 @@ class Pending(Traveling):
 
     def gating(self, other: Any) -> Pending | None:
         """The product of this activation and `other`, if it can stay pending."""
-        up = other.x if isinstance(other, Pending) and other.kind == "identity" else other
+        up = other.plain() if isinstance(other, Traveling) else other
         if self.kind not in GATED or not isinstance(up, Tensor):
             return None
         if up.shape != self.x.shape or up.dtype != self.x.dtype:
@@ -421,6 +374,9 @@ class Pending(Traveling):
 def _continue(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """The value `func` gives if it can stay quantized or pending, else None."""
     name = getattr(func, "__name__", "")
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Traveling) and value.settled is None:
+            refuse_lost_gradient(value)
     if name in ("mul", "__mul__", "__rmul__") and len(args) == 2 and not kwargs:
         return _product(*args)
     if name in ("add", "__add__", "__radd__") and len(args) == 2 and not kwargs:

@@ -107,6 +107,7 @@ def with_recording(plan: Plan, model: nn.Module, recording: Recording, source: s
     for layer in plan.converted:
         if layer.kind == "attention":
             edges += attention_edges(finder, layer.fqn, AttentionConfig.of(layer.precision), modules[layer.fqn])
+    edges = [replace(edge, crossed=finder.crossed(edge.producer, edge.consumers)) for edge in edges]
     layers = tuple(_with_tokens(layer, recording.tokens.get(layer.fqn, 0), plan.backend) for layer in plan.layers)
     epilogues, notes = _epilogues(plan, finder, edges, source)
     return replace(

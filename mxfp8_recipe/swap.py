@@ -19,7 +19,8 @@ from .config import BF16
 from .costs import Cost
 from .epilogue_edges import EpiloguePlan
 from .modules import NormModuleConfig, disable_fast_paths, is_slow_encoder, is_swapped, restore, swap_class
-from .mx_tensor import Edge, Traveling
+from .mx_edge import Edge
+from .mx_tensor import Traveling
 from .plan import LayerPlan, Plan
 
 PLAN = "_mxfp8_plan"
@@ -59,6 +60,7 @@ def connect(model: nn.Module, plan: Plan, strict: bool) -> None:
             continue  # its edges are inside it
         emit = (edge.rowwise, edge.colwise) if edge.kind in ("projection", "attention") else None
         carrying = Edge(edge.producer, edge.consumers, plan.recipe.fuse, strict, emit=emit, head_dim=edge.head_dim)
+        _watch(carrying, edge.crossed, modules)
         module.__dict__[_EDGE] = carrying
         config: Any = module.mxfp8_config
         if isinstance(config, NormModuleConfig):
@@ -86,7 +88,14 @@ def _add_epilogue(epilogue: EpiloguePlan, modules: dict[str, nn.Module], fuse: b
         edge.reader = modules[epilogue.edge]
         edge.then = edge.reader.__dict__[_EDGE]
     edge.residual = edge.then is None
+    _watch(edge, epilogue.crossed, modules)
     linear.__dict__[_EDGE] = edge
+
+
+def _watch(edge: Edge, crossed: tuple[str, ...], modules: dict[str, nn.Module]) -> None:
+    """Tell an edge of the modules whose backward hooks end it."""
+    edge.readers = tuple(modules[name] for name in edge.consumers if name in modules)
+    edge.containers = tuple(modules[name] for name in crossed)
 
 
 def take_back(model: nn.Module) -> int:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
     ("cli",),
-    ("doctor", "selftest", "ab", "bench"),
+    ("doctor", "selftest", "selftest_gemms", "selftest_places", "ab", "bench"),
     ("monitors", "distributed"),
     ("api",),
     (
@@ -31,7 +31,7 @@ LAYERS = (
         "probe",
     ),
     ("modules",),
-    ("functional", "mx_tensor", "mx_heads", "mx_ready", "mx_reshapes", "mx_awaited"),
+    ("functional", "mx_tensor", "mx_edge", "mx_functions", "mx_heads", "mx_ready", "mx_reshapes", "mx_awaited"),
     ("autograd",),
     ("backends",),
     ("recipe_files",),

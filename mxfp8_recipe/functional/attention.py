@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ..autograd import AttentionConfig, attention
 from ..fused.spec import BLOCK
+from ..mx_edge import Edge
 from ..mx_heads import AttentionOutput, Heads
-from ..mx_tensor import Edge, MXTensor, Traveling, computed_from
+from ..mx_tensor import MXTensor, Traveling, computed_from
 from .common import DTYPES, compute_dtype, draw_seed
 from .listening import AttentionCall, listener
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..autograd import GatedPairFunction, LinearConfig, activation_of
 from ..backends import PLAIN
 from ..mx_awaited import Awaited
+from ..mx_edge import Edge
+from ..mx_functions import refuse_lost_gradient
 from ..mx_ready import Ready
-from ..mx_tensor import Edge, MXTensor, Pending, Traveling, check_unwritten, versions_of
+from ..mx_tensor import MXTensor, Pending, Traveling, check_unwritten, versions_of
 from .common import apply, autocast_on, cast, compute_dtype
 from .linear import check_linear, fits, multiply, tell
 from .listening import LinearCall
@@ -22,17 +28,33 @@ from .producers import activation
 
 @dataclass(frozen=True)
 class Mode:
-    """The grad mode and the autocast of a call."""
+    """The grad mode, the autocast and the hooks on what is saved for backward of a call."""
 
     kind: str
     grad: bool
     autocast: bool
     dtype: torch.dtype | None
+    hooks: Any = None
 
     @classmethod
     def now(cls, kind: str) -> Mode:
         on = autocast_on(kind)
-        return cls(kind, torch.is_grad_enabled(), on, torch.get_autocast_dtype(kind) if on else None)
+        top = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
+        hooks = None if torch.compiler.is_compiling() else top(False)
+        return cls(kind, torch.is_grad_enabled(), on, torch.get_autocast_dtype(kind) if on else None, hooks)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """The block runs as that call would have; what it saves is none of a checkpoint's that did not see the call."""
+        hooks = Mode.now(self.kind).hooks
+        elsewhere = hooks is not None and hooks != self.hooks
+        with torch.set_grad_enabled(self.grad), torch.autocast(self.kind, self.dtype, enabled=self.autocast):
+            with saved_tensors_hooks(_as_it_is, _as_it_is) if elsewhere else nullcontext():
+                yield
+
+
+def _as_it_is(tensor: Any) -> Any:
+    return tensor
 
 
 @dataclass(eq=False)
@@ -40,8 +62,10 @@ class Call:
     """What a layer was called with, to be computed later.
 
     Attributes:
-        versions: of the input when it was called.
+        given: the input itself; `input` is a copy of it, for a value that travels.
+        read: the tensors it will read, and versions: of them when it was called.
         made: its output, once that was computed.
+        summed: whether its GEMM added a residual.
     """
 
     input: Tensor | Traveling
@@ -51,13 +75,36 @@ class Call:
     owner: Any
     edge: Edge
     mode: Mode
-    versions: tuple[int, ...]
+    given: Any
+    read: tuple[Any, ...] = ()
+    versions: tuple[int, ...] = ()
     made: Tensor | None = None
+    summed: bool = False
+
+    def __post_init__(self) -> None:
+        if torch.compiler.is_compiling():
+            return
+        sources: tuple[Any, ...] = (self.input,)
+        if isinstance(self.input, Traveling):
+            if self.input.settled is None:
+                sources, self.input = self.input.sources(), copy.copy(self.input)  # others settle theirs, and may write
+            else:
+                sources = (self.input.settled,)
+        self.read = (*sources, self.weight, self.bias)
+        self.versions = versions_of(*self.read)
 
     def check(self) -> None:
-        """Raise RuntimeError where the input was written to since."""
-        if isinstance(self.input, Tensor):
-            check_unwritten(self.versions, self.edge.producer, self.input)
+        """Raise RuntimeError where what it is computed from was written to since."""
+        check_unwritten(self.versions, self.edge.producer, *self.read)
+
+    def awaits(self) -> bool:
+        """Whether its GEMM may still add a residual: one, in the mode of the call."""
+        if self.made is not None:
+            return False
+        if self.summed:
+            self.edge.unfuse("a second sum")
+            return False
+        return self.mode == Mode.now(self.mode.kind)
 
     def told(self, output: Any) -> None:
         tell(LinearCall(self.owner, "", self.input, self.weight, output, self.config, output.dtype))
@@ -81,12 +128,13 @@ def mxfp8_awaited_linear(
     Returns:
         A value that stands for (..., out_features) in the compute dtype.
     """
+    if isinstance(input, Traveling):
+        refuse_lost_gradient(input)
     dtype = compute_dtype(input)
     check_linear(input, weight, bias, dtype, owner)
     carrier = weight.new_empty((), dtype=dtype).expand(*input.shape[:-1], weight.shape[0])  # nobody reads its element
     trained = any(t is not None and t.requires_grad for t in (input, weight, bias))
-    versions = versions_of(input)
-    call = Call(input, weight, bias, config, owner, edge, Mode.now(input.device.type), versions)
+    call = Call(input, weight, bias, config, owner, edge, Mode.now(input.device.type), input)
     return Awaited(
         carrier, call, partial(_compute, call), activation, _both, trained and torch.is_grad_enabled(), edge
     )  # fmt: skip
@@ -97,10 +145,17 @@ def _compute(call: Call, residual: Tensor | None) -> Tensor:
     if residual is None and call.made is not None:
         return call.made
     call.check()
-    mode = call.mode
-    if not torch.compiler.is_compiling() and mode != Mode.now(mode.kind):
+    if call.mode == Mode.now(call.mode.kind):
+        return _compute_now(call, residual)
+    if torch.compiler.is_compiling():  # which traces no context manager of ours
+        mode = call.mode
         with torch.set_grad_enabled(mode.grad), torch.autocast(mode.kind, mode.dtype, enabled=mode.autocast):
-            return _compute(call, residual)
+            return _compute_now(call, residual)
+    with call.mode.entered():
+        return _compute_now(call, residual)
+
+
+def _compute_now(call: Call, residual: Tensor | None) -> Tensor:
     shape = (*call.input.shape[:-1], call.weight.shape[0])
     if residual is not None and residual.shape != shape:
         residual = residual.reshape(shape)
@@ -110,13 +165,17 @@ def _compute(call: Call, residual: Tensor | None) -> Tensor:
     call.told(out)
     if residual is None:
         call.made = out
+    else:
+        call.summed = True
     return out
 
 
 def _both(up: Call, gate: Call, kind: str, edge: Edge) -> Pending | None:
     """`act(gate) * up` of two layers as one GEMM, where they are what the plan saw; else None."""
+    if up is gate:
+        return None
     config, steps = up.config, gate.edge.steps
-    alike = up.input is gate.input and config == gate.config and up.edge.steps == steps and up.mode == gate.mode
+    alike = up.given is gate.given and config == gate.config and up.edge.steps == steps and up.mode == gate.mode
     if (
         not alike
         or up.made is not None

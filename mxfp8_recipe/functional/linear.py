@@ -17,8 +17,10 @@ from ..autograd import (
     ProjectionFunction,
     gradient_spec,
 )
+from ..mx_edge import Edge
+from ..mx_functions import refuse_lost_gradient
 from ..mx_heads import Heads
-from ..mx_tensor import Edge, MXTensor, Pending, Traveling, computed_from
+from ..mx_tensor import MXTensor, Pending, Traveling, computed_from
 from .common import DTYPES, apply, autocast_on, cast, compute_dtype, draw_seed, layer_name
 from .listening import LinearCall, listener
 
@@ -82,6 +84,8 @@ def multiply(
     seed = draw_seed(input.device) if config.stochastic else None
     if isinstance(input, Traveling) and input.settled is not None:
         input = input.settled
+    if isinstance(input, Traveling):
+        refuse_lost_gradient(input)
     if isinstance(input, MXTensor):
         if fits(input, dtype, config, weight):
             parts = (input.qdata, input.scale, input.qdata_t, input.scale_t)

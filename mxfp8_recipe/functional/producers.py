@@ -11,7 +11,9 @@ from torch import Tensor
 
 from ..autograd import ActivationFunction, NormConfig, NormFunction
 from ..mx_awaited import Awaited
-from ..mx_tensor import Edge, MXTensor, Pending, Traveling, versions_of
+from ..mx_edge import Edge
+from ..mx_functions import refuse_lost_gradient
+from ..mx_tensor import MXTensor, Pending, Traveling, versions_of
 from .common import apply, compute_dtype, draw_seed
 
 
@@ -81,6 +83,8 @@ def mxfp8_activation(
         kind: as `fused.reference_ops` names them.
         edge: the planned edge, or None to compute at once.
     """
+    if isinstance(input, Traveling) and input.settled is None:
+        refuse_lost_gradient(input)
     if isinstance(input, Pending) and gate is None:
         pending = input.activated(kind)
         if pending is not None:

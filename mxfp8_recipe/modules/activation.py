@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ..functional import mxfp8_activation
-from ..mx_tensor import edge_of
+from ..mx_edge import edge_of
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ..autograd import AttentionConfig, HeadsSpec
 from ..functional import mxfp8_attention, mxfp8_linear, mxfp8_projection
 from ..fused.attention.spec import GEMMS
 from ..fused.spec import BLOCK, QuantSpec
-from ..mx_tensor import Edge
+from ..mx_edge import Edge
 from .swapped import describe_config, is_swapped, swap_class
 
 _SLOW = "no inference fast path"

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from ..autograd import HeadsSpec, LinearConfig
 from ..config import LinearPrecision
 from ..functional import mxfp8_activated_linear, mxfp8_awaited_linear, mxfp8_linear, mxfp8_projection, pending
-from ..mx_tensor import Edge, Traveling, edge_of, has_backward_hooks
+from ..mx_edge import Edge, edge_of, has_backward_hooks
+from ..mx_tensor import Traveling
 from .swapped import describe_config
 
 
@@ -77,6 +78,8 @@ def _is_watched(module: Any, edge: Edge) -> bool:
         edge.close("a backward hook of its reader")
     elif module._forward_hooks and (edge.then is not None or edge.residual):
         edge.close(f"a forward hook of {edge.producer or '(root)'}")
+    elif edge.residual and any(container._forward_hooks for container in edge.containers):
+        edge.close("a forward hook on its way")  # which may take away what the layer is computed from, as FSDP does
     return edge.closed
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..autograd import NormConfig
 from ..functional import mxfp8_norm
 from ..functional.common import DTYPES, layer_name
-from ..mx_tensor import edge_of
+from ..mx_edge import edge_of
 
 
 @dataclass(frozen=True)
