@@ -31,10 +31,12 @@ class Report:
 
     @property
     def layers(self) -> tuple[LayerPlan, ...]:
+        """Every candidate, converted or not."""
         return self.plan.layers
 
     @property
     def converted(self) -> tuple[LayerPlan, ...]:
+        """The layers that run in MXFP8."""
         return self.plan.converted
 
     @property
@@ -43,6 +45,7 @@ class Report:
         return {edge.producer: edge.reason for edge in live_edges(self._model) if edge.reason}
 
     def to_dict(self) -> dict[str, Any]:
+        """The plan as `mxfp8 plan --json` prints it, and the edges that ended since."""
         return self.plan.to_dict() | {"unfused": self.unfused}
 
     def __str__(self) -> str:
@@ -67,7 +70,9 @@ def apply_recipe(
     Args:
         model: any torch model, on any device.
         recipe: a shipped recipe's name, a YAML file, or a `Recipe`.
-        overrides: per-layer changes, pattern to override, or a YAML file of them.
+        overrides: per-layer changes, or a YAML file of them. A pattern is a layer's name, `re:` with a regular
+            expression that matches the whole name, or `kind:` with linear, norm, activation or attention. What it
+            maps to is `"bf16"`, another recipe's name, or a mapping of GEMMs, such as `{"wgrad": "bf16"}`.
         example_inputs: arguments of one forward (a tuple, a mapping of keywords, or a single argument), from
             which fused edges are found. Without them the first eager training forward is recorded instead.
         strict: raise where a value on a fused edge is read by somebody nobody planned for, instead of

@@ -242,10 +242,10 @@ class Plan:
         return console.file.getvalue().rstrip()  # pyright: ignore[reportAttributeAccessIssue]
 
     def table(self) -> Table:
-        """One row a candidate layer."""
+        """One row a candidate layer; speed is predicted, of its GEMMs, as a multiple of BF16's."""
         table = Table(title=f"recipe {self.recipe.name} on {self.device}, backend {self.backend}", expand=False)
-        for name in ("layer", "type", "in", "out", "becomes", "GEMMs", "edge", "time ratio", "note"):
-            table.add_column(name, overflow="fold", justify="right" if name in ("in", "out", "time ratio") else "left")
+        for name in ("layer", "type", "in", "out", "becomes", "GEMMs", "edge", "speed", "note"):
+            table.add_column(name, overflow="fold", justify="right" if name in ("in", "out", "speed") else "left")
         edges = {edge.producer: str(edge) for edge in self.edges}
         for epilogue in self.epilogues:
             before = edges.get(epilogue.linear)
@@ -273,13 +273,15 @@ class Plan:
         whole = self.table()
         for layer, kind, ins, outs, becomes, gemms, edge, ratio, note in zip(*(c.cells for c in whole.columns)):
             size = f" {ins} to {outs}" if ins != "-" else ""
-            time = f", {ratio} of BF16's speed" if ratio != "-" else ""
-            parts = (f"{kind}{size}: {becomes if becomes != '-' else 'left alone'}{time}", gemms, edge, note)
+            speed = f", {ratio} of BF16's speed" if ratio != "-" else ""
+            parts = (f"{kind}{size}: {becomes if becomes != '-' else 'left alone'}{speed}", gemms, edge, note)
             table.add_row(layer, "\n".join(str(part) for part in parts if part))
         return table
 
     def summary(self) -> list[str]:
         """Sentences under the table: how much is converted, the predicted total, and what to do about it."""
+        if not self.layers:
+            return ["This model has no linear, norm, activation or attention layer: nothing changes.", *self.notes]
         lines = [
             f"{len(self.converted)} of {len(self.layers)} candidate layers become MXFP8; "
             f"{self.linear_share():.1%} of linear FLOPs."
@@ -314,10 +316,13 @@ class Plan:
 
 
 def _gemms_text(layer: LayerPlan) -> str:
-    values = list(dict.fromkeys(layer.gemms.values()))
+    gemms = layer.gemms
+    if layer.kind == "attention" and not layer.in_features:  # its projections are layers of their own, with their rows
+        gemms.pop("projections", None)
+    values = list(dict.fromkeys(gemms.values()))
     if len(values) == 1:
         return values[0]
-    return "\n".join(f"{name} {value}" for name, value in layer.gemms.items())
+    return "\n".join(f"{name} {value}" for name, value in gemms.items())
 
 
 def _also(layer: LayerPlan) -> str:

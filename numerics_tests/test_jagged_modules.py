@@ -143,6 +143,7 @@ def test_a_recipe_converts_layers_and_revert_restores_them(name: str) -> None:
     assert {la.fqn: la.new_type for la in report.layers}["core"] == "MXFP8JaggedAttention"
     assert isinstance(layer.core, MXFP8JaggedAttention)
     assert "qk=1x32 @ 1x32" in repr(layer.core)
+    assert "projections" not in str(report), "they are layers of their own, with rows of their own"
     quantized = call(layer, x, OFFSETS)
     assert 15 < sqnr_db(quantized, plain) < 45
     for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):

@@ -488,6 +488,10 @@ def test_the_report_shows_every_candidate_layer() -> None:
     assert "mixes tokens" not in str(plan_recipe(model))
 
 
+def test_a_model_without_layers_to_convert_is_said_to_have_none() -> None:
+    assert "no linear, norm, activation or attention layer: nothing changes" in str(plan_recipe(nn.Conv2d(3, 3, 3)))
+
+
 def test_ten_thousand_modules_are_planned_in_seconds() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), Conv1D(32, 32), nn.Identity()) for _ in range(2500)))

@@ -45,7 +45,7 @@ class Claim:
     def _problem(self, offsets: Tensor) -> str:
         lengths = offsets.diff()
         if int(offsets[0]) != 0:
-            return f"got {int(offsets[0])} first, expected 0"
+            return f"got {int(offsets[0])} first, expected 0; offsets of lengths are 0 and their cumulative sums"
         if bool((lengths < 0).any()):
             at = int((lengths < 0).nonzero()[0])
             return f"got {int(offsets[at])} before {int(offsets[at + 1])} at {at}, expected offsets that never decrease"

@@ -75,7 +75,10 @@ class JaggedMultiheadAttention(nn.Module):
         """(T, width) with offsets, nested (B, j, width), or (B, L, width), to the same.
 
         Args:
-            times: (T,) int64 of the tokens, for a bias by time. schedule: from `functional.jagged_schedule`.
+            max_length: no sample is longer; default the layer's own, or else that of the batch, which offsets on a GPU
+                do not tell without waiting: there it is required.
+            times: (T,) int64 of the tokens, for a bias by time; without `time_buckets` unused.
+            schedule: from `functional.jagged_schedule`.
         """
         longest = self.max_length if max_length is None else max_length
         batch = packed(x, offsets, longest, self.width, type(self).__name__)
@@ -235,7 +238,7 @@ class HSTUAttention(nn.Module):
         times: Tensor | None = None,
         schedule: Tensor | None = None,
     ) -> Tensor:
-        """As `JaggedMultiheadAttention.forward`."""
+        """As `JaggedMultiheadAttention.forward`, with the maximum length of the constructor, which scales scores."""
         batch = packed(x, offsets, self.max_length, self.width, type(self).__name__)
         u, v, q, k = self.act(self.uvqk(self.norm(batch.values))).split(self.sizes, dim=-1)
         q, k, v = _heads(q, self.head_dim), _heads(k, self.head_dim), _heads(v, self.value_dim)
