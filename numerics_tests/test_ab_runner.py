@@ -5,6 +5,7 @@ import dataclasses
 import math
 import re
 import types
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -133,6 +134,18 @@ def test_same_weights_comparison_changes_nothing():
         assert torch.equal(p, value)
         assert torch.equal(p.grad, grad)
     assert all(p.grad is None for p in twin.parameters())
+
+
+def test_the_comparison_reads_every_layer_and_un_fuses_none():
+    measurer = Measurer(ABConfig.parse(**TINY, overrides=None))
+    model = ab_tiny.model(measurer.dataset.spec)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        same, _ = measurer.compare(model, seed=1)
+    read = {layer.layer for layer in same.layers if layer.sqnr_db is not None}
+    linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert linears
+    assert linears <= read
 
 
 # Harm.

@@ -130,14 +130,16 @@ class Measurer:
                 self._initial_model(0), self.recipe, overrides=self.config.overrides, example_inputs=(self._example,)
             )
 
-    def apply(self, model: nn.Module, demoted: dict[str, str] | None = None) -> None:
+    def apply(self, model: nn.Module, demoted: dict[str, str] | None = None, *, fuse: bool = True) -> None:
         """The recipe, with edges and attention calls found from the first rows, in the precision that trains.
 
-        `demoted` are overrides on top of the configured ones.
+        `demoted` are overrides on top of the configured ones. Unfused has the same bits, and every layer's output to
+        look at.
         """
         overrides = {**self.config.overrides, **(demoted or {})}
+        recipe = self.recipe if fuse else self.recipe.model_copy(update={"fuse": False})
         with precision(self.device, autocast=True):
-            apply_recipe(model, self.recipe, overrides=overrides, example_inputs=(self._example,))
+            apply_recipe(model, recipe, overrides=overrides, example_inputs=(self._example,))
 
     def _started_model(self, seed: int) -> nn.Module:
         """`_initial_model` that starts from the base rate."""
@@ -149,7 +151,7 @@ class Measurer:
     def compare(self, model: nn.Module, seed: int) -> tuple[SameWeights, tuple[ShiftSources, ...]]:
         """Compare the BF16-trained model with its quantized twin; where a mean shifts too far, seed 0 says whence."""
         twin = copy.deepcopy(model)
-        self.apply(twin)
+        self.apply(twin, fuse=False)
         found = compare_same_weights(
             model,
             twin,
