@@ -56,3 +56,10 @@ def torch_state() -> Iterator[None]:
     torch.set_default_dtype(dtype)
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def monitors_write_elsewhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A monitor dumps operands into the working directory unless told otherwise."""
+    if request.path.name.startswith("test_monitor"):
+        monkeypatch.chdir(request.getfixturevalue("tmp_path"))
