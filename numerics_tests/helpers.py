@@ -133,12 +133,17 @@ class Conv1D(nn.Module):
         return out.view(*x.shape[:-1], self.nf)
 
 
-def gradients(module: nn.Module, x: Tensor, grad: Tensor | None = None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Output, gradient of the input and gradients of the parameters of one forward and backward."""
+def gradients(
+    module: nn.Module, x: Tensor, grad: Tensor | Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Output, gradient of the input and gradients of the parameters of one forward and backward.
+
+    `grad` is the output's gradient, or gives it for an output; ones if None.
+    """
     x = x.detach().clone().requires_grad_()
     module.zero_grad(set_to_none=True)
     out = module(x)
-    out.backward(torch.ones_like(out) if grad is None else grad)
+    out.backward(torch.ones_like(out) if grad is None else grad(out.detach()) if callable(grad) else grad)
     assert x.grad is not None
     return out.detach(), x.grad, {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
 

@@ -42,11 +42,6 @@ class JaggedCase:
     def max_k(self) -> int:
         return max(self.k_lengths, default=0)
 
-    @property
-    def is_self(self) -> bool:
-        """Queries and keys are the same tokens."""
-        return self.q_lengths == self.k_lengths
-
 
 @dataclass(frozen=True)
 class JaggedTensors:

@@ -19,6 +19,7 @@ from mxfp8_recipe.mx_tensor import Pending
 from mxfp8_recipe.recognize import recognize
 from numerics_tests import blocks
 from numerics_tests.blocks import HIDDEN, WIDTH
+from numerics_tests.fused_pairs import assert_same_step, fused_and_stored
 from numerics_tests.helpers import gradients, same_bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -102,23 +103,6 @@ FORMS: dict[str, tuple[Callable[[Pointwise, Tensor], Tensor], str, str]] = {
 }
 
 
-def pair_of(model: nn.Module, x: Tensor) -> tuple[nn.Module, nn.Module, list[str]]:
-    """The model fused and unfused, and the producers whose edges fuse."""
-    stored = copy.deepcopy(model)
-    report = apply_recipe(model, example_inputs=x)
-    apply_recipe(stored, blocks.unfused(), example_inputs=x)
-    return model, stored, blocks.fused_producers(report)
-
-
-def assert_same_step(a: nn.Module, b: nn.Module, x: Tensor) -> None:
-    """Output and all gradients, bit by bit."""
-    ours, theirs = gradients(a, x), gradients(b, x)
-    assert same_bits(ours[0], theirs[0])
-    assert same_bits(ours[1], theirs[1])
-    assert ours[2].keys() == theirs[2].keys()
-    assert all(same_bits(ours[2][name], g) for name, g in theirs[2].items())
-
-
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_are_recognized(name: str) -> None:
     make, kind = MODULES[name]
@@ -165,7 +149,8 @@ def test_a_module_hands_on_its_input_and_the_gemm_applies_it(name: str, dtype: t
     make, kind = MODULES[name]
     model = WithActivation(make(), kind in GATED_KINDS, p=0.0).to(dtype)
     x, plain = torch.randn(3, 11, WIDTH).to(dtype), copy.deepcopy(model)
-    model, stored, fused = pair_of(model, x)
+    model, stored, report = fused_and_stored(model, x)
+    fused = blocks.fused_producers(report)
     assert fused == ["act"]
     value = model.act(model.up(x))
     assert isinstance(value, Pending)
@@ -210,7 +195,8 @@ def test_pointwise_code_is_taken_over(name: str, dtype: torch.dtype) -> None:
     form, _, producer = FORMS[name]
     model = Pointwise(form).to(dtype)
     x, plain = torch.randn(2, 17, WIDTH).to(dtype), copy.deepcopy(model)
-    model, stored, fused = pair_of(model, x)
+    model, stored, report = fused_and_stored(model, x)
+    fused = blocks.fused_producers(report)
     assert fused == [producer]
     out, original = model(x), plain(x)
     assert not torch.equal(out, original)
@@ -228,7 +214,7 @@ def test_pointwise_code_stores_nothing() -> None:
     """Of all tensors made between the projections and the output, none holds the activation in high precision."""
     model = Pointwise(FORMS["swiglu"][0]).bfloat16()
     x = torch.randn(34, WIDTH).bfloat16()
-    model, stored, _ = pair_of(model, x)
+    model, stored, _ = fused_and_stored(model, x)
     sizes = []
     for module in (model, stored):
         with blocks.allocations() as seen, torch.no_grad():
@@ -287,7 +273,7 @@ def test_in_place_relu_still_overwrites_what_others_see() -> None:
 
     model = Relies(nn.ReLU(inplace=True))
     x, plain = torch.randn(40, WIDTH), copy.deepcopy(model)
-    model, stored, _ = pair_of(model, x)
+    model, stored, _ = fused_and_stored(model, x)
     assert_same_step(model, stored, x)
     assert (model(x) - plain(x)).norm() <= 0.1 * plain(x).norm()
     h = model.up(x)

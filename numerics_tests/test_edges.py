@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -17,34 +18,11 @@ from mxfp8_recipe.mx_awaited import Awaited
 from mxfp8_recipe.mx_tensor import MXTensor, Pending
 from numerics_tests import blocks
 from numerics_tests.blocks import HIDDEN, QKV, WIDTH, Attention, Block, Pair, SwiGLU, click_batch, fused_producers
+from numerics_tests.fused_pairs import assert_same_step, fused_and_stored
 from numerics_tests.helpers import gradients, same_bits
 
 RECIPES = [name for name in recipe_names() if name != "bf16"]
 SHAPE = (2, 23, WIDTH)
-
-
-def fused_and_stored(
-    model: nn.Module, x: Any, recipe: str | Recipe = "mxfp8", overrides: Any = None
-) -> tuple[nn.Module, nn.Module, Any]:
-    """The model with fused edges, a copy that stores every value, and the report of the first."""
-    stored = copy.deepcopy(model)
-    report = apply_recipe(model, recipe, overrides=overrides, example_inputs=x)
-    apply_recipe(stored, blocks.unfused(recipe), overrides=overrides, example_inputs=x)
-    return model, stored, report
-
-
-def assert_same_step(a: nn.Module, b: nn.Module, x: Tensor) -> None:
-    """Output and every gradient, bit by bit, under one seed."""
-    results = []
-    for module in (a, b):
-        torch.manual_seed(5)
-        results.append(gradients(module, x, torch.linspace(-1, 1, module(x).numel()).reshape(module(x).shape)))
-    ours, theirs = results
-    assert same_bits(ours[0], theirs[0])
-    assert same_bits(ours[1], theirs[1])
-    assert ours[2].keys() == theirs[2].keys()
-    for name, gradient in theirs[2].items():
-        assert same_bits(ours[2][name], gradient), name
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast"])
@@ -144,8 +122,14 @@ def test_freezing_and_thawing_after_the_plan() -> None:
     for module in (model, stored):
         module.k.requires_grad_(True)
     with pytest.warns(UserWarning, match="norm: its quantized output was read by") as caught:
-        assert_same_step(model, stored, x)
+        output = model(x)
+    assert same_bits(output, stored(x))
     assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same_step(
+            model, stored, x
+        )  # the gradients of the step before, which ended the edge, may round otherwise
     assert "norm" in report.unfused
     model, stored, report = fused_and_stored(QKV(), x)
     for module in (model, stored):

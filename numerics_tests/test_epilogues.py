@@ -74,7 +74,8 @@ def test_interleaving() -> None:
     both = steps.interleave(gate, up)
     assert both[:32].tolist() == gate[:32].tolist()
     assert both[32:64].tolist() == up[:32].tolist()
-    assert torch.equal(both, torch.cat((gate, up))[steps.interleaved_rows(96)])
+    rows = torch.arange(2 * 96).view(2, -1, steps.GROUP).transpose(0, 1).flatten()  # of gate's, then up's
+    assert torch.equal(both, torch.cat((gate, up))[rows])
     assert all(map(torch.equal, steps.split(both), (gate, up)))
     one, other = torch.randint(0, 255, (2, 96, 5)).to(torch.uint8)
     swizzled = steps.interleave_scale(swizzle_scale(one), swizzle_scale(other), 96, 5, swizzled=True)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from mxfp8_recipe import apply_recipe
 from mxfp8_recipe.mx_tensor import MXTensor, Pending, Traveling
-from numerics_tests import blocks
 from numerics_tests.blocks import HIDDEN, QKV, WIDTH, Pair, fused_producers, reason_of
+from numerics_tests.fused_pairs import assert_same_step, fused_and_stored
 from numerics_tests.helpers import gradients, same_bits
 
 SHAPE = (3, 13, WIDTH)
@@ -113,24 +113,6 @@ class ReadsTwice(Reads):
         return self.linear(h) + first + self.read(h, x.detach()).mean()
 
 
-def pair_of(model: nn.Module, x: Tensor, **options: Any) -> tuple[nn.Module, nn.Module, Any]:
-    stored = copy.deepcopy(model)
-    report = apply_recipe(model, example_inputs=x, **options)
-    apply_recipe(stored, blocks.unfused(), example_inputs=x)
-    return model, stored, report
-
-
-def assert_same_step(a: nn.Module, b: nn.Module, x: Tensor) -> None:
-    results = []
-    for module in (a, b):
-        torch.manual_seed(1)
-        results.append(gradients(module, x))
-    ours, theirs = results
-    assert same_bits(ours[0], theirs[0])
-    assert same_bits(ours[1], theirs[1])
-    assert all(same_bits(ours[2][name], g) for name, g in theirs[2].items())
-
-
 CASES = [(Reads, name) for name in READERS] + [(ReadsTwice, name) for name in READERS if "written" not in name]
 """Code that writes to what a linear has read is refused by autograd in the unfused model, too."""
 
@@ -139,7 +121,7 @@ CASES = [(Reads, name) for name in READERS] + [(ReadsTwice, name) for name in RE
 def test_an_unplanned_reader_gets_the_value_itself(cls: type[Reads], name: str) -> None:
     """Bits of the unfused model, gradients too; one warning that names both; the edge ends, and the report says so."""
     x = torch.randn(SHAPE)
-    model, stored, report = pair_of(cls(READERS[name], detour=False), x)
+    model, stored, report = fused_and_stored(cls(READERS[name], detour=False), x)
     plain = copy.deepcopy(stored)
     assert fused_producers(report) == ["norm"]
     assert isinstance(model.norm(x), MXTensor)
@@ -162,7 +144,7 @@ def test_an_unplanned_reader_gets_the_value_itself(cls: type[Reads], name: str) 
 def test_a_recorded_reader_is_planned_for(cls: type[Reads], name: str) -> None:
     """The same code in the recording: no warning ever, and the bits of the unfused model."""
     x = torch.randn(SHAPE)
-    model, stored, report = pair_of(cls(READERS[name], detour=True), x)
+    model, stored, report = fused_and_stored(cls(READERS[name], detour=True), x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_same_step(model, stored, x)
@@ -175,7 +157,7 @@ def test_a_recorded_reader_is_planned_for(cls: type[Reads], name: str) -> None:
 @pytest.mark.parametrize("name", ["residual", "detach", "cat", "written to by index"])
 def test_strict_raises_and_names_layer_and_remedy(name: str) -> None:
     x = torch.randn(SHAPE)
-    model, _, report = pair_of(Reads(READERS[name], detour=False), x, strict=True)
+    model, _, report = fused_and_stored(Reads(READERS[name], detour=False), x, strict=True)
     expected = model(x)
     model.detour = True
     with pytest.raises(RuntimeError, match=r"norm: its quantized output was read by .* example_inputs .* 'norm'"):
@@ -183,56 +165,6 @@ def test_strict_raises_and_names_layer_and_remedy(name: str) -> None:
     assert report.unfused == {}
     model.detour = False
     assert same_bits(model(x), expected)
-
-
-class Output(dict):
-    """Takes a tensor, or pairs of a name and a value, and iterates to tell: so do transformers' output classes."""
-
-    def __init__(self, first: Any) -> None:
-        super().__init__()
-        if isinstance(first, Tensor):
-            self["last_hidden_state"] = first
-            return
-        for index, element in enumerate(iter(first)):
-            if not isinstance(element, list | tuple) or len(element) != 2 or not isinstance(element[0], str):
-                assert index == 0
-                self["last_hidden_state"] = first
-                break
-            self[element[0]] = element[1]
-
-
-class CausalLM(nn.Module):
-    """A decoder whose last norm's output passes through an output class to the head of a class around it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, HIDDEN)
-
-    def forward(self, x: Tensor, keep: int = 0) -> Tensor:
-        hidden = Output(self.norm(x))["last_hidden_state"]
-        return self.head(hidden[:, slice(-keep, None), :])
-
-
-def test_an_output_class_that_iterates_to_tell_pairs_from_a_value_reads_nothing() -> None:
-    x = torch.randn(SHAPE)
-    model, stored, report = pair_of(CausalLM(), x)
-    assert fused_producers(report) == ["norm"]
-    assert_same_step(model, stored, x)
-    assert report.unfused == {}
-    compiled = torch.compile(model, backend="aot_eager")
-    assert same_bits(compiled(x), stored(x))
-    assert report.unfused == {}
-
-
-def test_a_row_by_itself_tells_its_shape_and_counts_as_reading_when_read() -> None:
-    x = torch.randn(SHAPE)
-    model, _, report = pair_of(CausalLM(), x)
-    travels = model.norm(x)
-    row = next(iter(travels))
-    assert (row.shape, row.dtype, len(travels), report.unfused) == ((13, WIDTH), x.dtype, 3, {})
-    with pytest.warns(UserWarning, match="norm: its quantized output was read by __iter__"):
-        assert same_bits(row + 0.0, F.rms_norm(x, (WIDTH,), model.norm.weight)[0])
-    assert list(iter(model.norm(x[:0]))) == []
 
 
 class Residual(nn.Module):
@@ -252,7 +184,7 @@ def test_a_norm_in_a_residual_travels_in_both_forms(precision: str) -> None:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     x = torch.randn(SHAPE).to(dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "autocast"):
-        model, stored, report = pair_of(Residual().to(dtype), x)
+        model, stored, report = fused_and_stored(Residual().to(dtype), x)
         (edge,) = [edge for edge in report.plan.edges if edge.fused]
         assert (edge.producer, edge.emit_high) == ("norm", True)
         with warnings.catch_warnings():
@@ -278,7 +210,7 @@ def test_writing_to_a_value_that_travels_in_both_forms() -> None:
             return h + self.linear(h)
 
     x = torch.randn(SHAPE)
-    model, stored, report = pair_of(Later(), x)
+    model, stored, report = fused_and_stored(Later(), x)
     model.zero = stored.zero = True
     with pytest.warns(UserWarning, match="norm: its quantized output was read by __setitem__"):
         assert_same_step(model, stored, x)
@@ -298,7 +230,7 @@ def test_hooks_on_a_recorded_output_keep_working() -> None:
             return self.linear(h)
 
     x = torch.randn(SHAPE)
-    model, stored, report = pair_of(Watched(), x)
+    model, stored, report = fused_and_stored(Watched(), x)
     gradients(model, x)
     gradients(stored, x)
     assert len(grads) == 2
@@ -310,7 +242,7 @@ def test_hooks_on_a_recorded_output_keep_working() -> None:
 def test_forward_hooks_see_tensors_or_what_stands_for_them(on: str) -> None:
     """A forward hook added after the plan that reads the value gets it."""
     x = torch.randn(SHAPE)
-    model, stored, report = pair_of(Pair(), x)
+    model, stored, report = fused_and_stored(Pair(), x)
     seen: list[Tensor] = []
     for module in (model, stored):
         if on == "producer":
@@ -339,7 +271,7 @@ class Switch(nn.Module):
 @pytest.mark.parametrize("plan_in_training", [True, False])
 def test_consumers_that_change_between_training_and_evaluation(plan_in_training: bool) -> None:
     x = torch.randn(SHAPE)
-    model, stored, report = pair_of(Switch().train(plan_in_training), x)
+    model, stored, report = fused_and_stored(Switch().train(plan_in_training), x)
     assert fused_producers(report) == (["norm"] if plan_in_training else [])
     if plan_in_training:
         assert_same_step(model, stored, x)
@@ -355,7 +287,7 @@ def test_consumers_that_change_between_training_and_evaluation(plan_in_training:
 
 def test_evaluation_without_gradients_uses_the_edge_and_emits_nothing_for_wgrad() -> None:
     x = torch.randn(SHAPE)
-    model, stored, report = pair_of(QKV(), x)
+    model, stored, report = fused_and_stored(QKV(), x)
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             value = model.norm(x)
@@ -368,7 +300,7 @@ def test_evaluation_without_gradients_uses_the_edge_and_emits_nothing_for_wgrad(
 def test_metadata_reads_nothing() -> None:
     """What code asks of a tensor's shape and kind is answered from the carrier, without a warning."""
     x = torch.randn(SHAPE)
-    model, stored, report = pair_of(Pair(), x)
+    model, stored, report = fused_and_stored(Pair(), x)
     h, high = model.norm(x), stored.norm(x)
     assert isinstance(h, MXTensor)
     with warnings.catch_warnings():
@@ -390,7 +322,7 @@ def test_metadata_reads_nothing() -> None:
 def test_another_autocast_state_than_the_plans() -> None:
     """Quantized from the dtype of this call, whatever the plan was made under."""
     x = torch.randn(SHAPE)
-    model, stored, report = pair_of(QKV(), x)
+    model, stored, report = fused_and_stored(QKV(), x)
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype=dtype):
             assert_same_step(model, stored, x)
@@ -411,7 +343,7 @@ def test_the_consumer_alone_in_autocast() -> None:
                 return self.linear(h)
 
     x = torch.randn(SHAPE)
-    model, stored, report = pair_of(Mixed(), x)
+    model, stored, report = fused_and_stored(Mixed(), x)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert_same_step(model, stored, x)
@@ -421,7 +353,7 @@ def test_the_consumer_alone_in_autocast() -> None:
 def test_a_changed_override_of_a_consumer_is_noticed() -> None:
     """A consumer swapped by hand for one of another precision reads the value and quantizes it itself."""
     x = torch.randn(SHAPE)
-    model, stored, report = pair_of(Pair(), x)
+    model, stored, report = fused_and_stored(Pair(), x)
     other = nn.Sequential(nn.Linear(WIDTH, HIDDEN))
     other[0].load_state_dict(model.linear.state_dict())
     apply_recipe(other, "mxfp8_floor")
@@ -451,7 +383,7 @@ def test_pending_values_and_unplanned_readers(name: str) -> None:
             return self.down(h) + g.mean() if self.fork else self.down(h)
 
     x = torch.randn(SHAPE)
-    model, stored, report = pair_of(Forked(), x)
+    model, stored, report = fused_and_stored(Forked(), x)
     assert len(fused_producers(report)) == 1
     assert_same_step(model, stored, x)
     model.fork = stored.fork = True
@@ -469,7 +401,7 @@ def test_an_own_function_that_was_not_planned_for() -> None:
     Without a gradient it is read as any other. In a recording such a function shows, and the edge is refused.
     """
     x = torch.randn(SHAPE)
-    model, stored, _ = pair_of(Reads(READERS["own function"], detour=False), x)
+    model, stored, _ = fused_and_stored(Reads(READERS["own function"], detour=False), x)
     model.detour = stored.detour = True
     with pytest.raises(
         RuntimeError, match="norm: its quantized output was given to or by the autograd Function Square"
@@ -477,7 +409,7 @@ def test_an_own_function_that_was_not_planned_for() -> None:
         model(x)
     assert same_bits(model(x), stored(x))
     assert_same_step(model, stored, x)
-    again, stored, _ = pair_of(Reads(READERS["own function"], detour=False), x)
+    again, stored, _ = fused_and_stored(Reads(READERS["own function"], detour=False), x)
     again.detour = stored.detour = True
     with torch.no_grad(), pytest.warns(UserWarning, match="norm: its quantized output was read by __mul__"):
         assert same_bits(again(x), stored(x))
@@ -498,7 +430,7 @@ def test_a_glance_without_gradients_does_not_cut_the_graph(context: Callable[[],
             return self.linear(h)
 
     x = torch.randn(SHAPE)
-    model, stored, report = pair_of(Logged(), x)
+    model, stored, report = fused_and_stored(Logged(), x)
     model.log = stored.log = True
     with pytest.warns(UserWarning, match=r"norm: its quantized output was read by Tensor\.abs"):
         assert_same_step(model, stored, x)
@@ -522,7 +454,7 @@ def test_a_late_reader_after_the_norms_input_was_overwritten_is_an_error() -> No
             return y
 
     x = torch.randn(SHAPE)
-    model, _, _ = pair_of(InPlaceResidual(), x)
+    model, _, _ = fused_and_stored(InPlaceResidual(), x)
     model.late = True
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -533,13 +465,13 @@ def test_a_late_reader_after_the_norms_input_was_overwritten_is_an_error() -> No
 def test_reasons_name_the_reader() -> None:
     x = torch.randn(SHAPE)
     for read, reason in (("softmax", "read by softmax"), ("cat", "read by cat"), ("einsum", "read by einsum")):
-        _, _, report = pair_of(Reads(READERS[read], detour=True), x)
+        _, _, report = fused_and_stored(Reads(READERS[read], detour=True), x)
         assert reason_of(report, "norm") == f"{reason}, none of them an MXFP8 layer"
 
 
 def test_types_of_the_values() -> None:
     x = torch.randn(SHAPE)
-    model, _, _ = pair_of(nn.Sequential(Pair(), nn.GELU(), nn.Linear(HIDDEN, 32)), x)
+    model, _, _ = fused_and_stored(nn.Sequential(Pair(), nn.GELU(), nn.Linear(HIDDEN, 32)), x)
     assert isinstance(model[0].norm(x), MXTensor)
     assert isinstance(model[1](model[0](x)), Pending)
     assert not isinstance(model(x), Traveling)

@@ -288,14 +288,6 @@ def rotate(z: Tensor, rope: Rope, rotation: Rotation) -> Tensor:
     return torch.cat((rotated.flatten(1).to(z.dtype), z[:, columns:]), dim=1)
 
 
-def interleaved_rows(features: int, group: int = GROUP) -> Tensor:
-    """(2 features,) int64: row i of an interleaved operand is this row of gate's rows followed by up's."""
-    if features % group:
-        raise ValueError(f"interleave: got {features} rows a weight, expected a multiple of the group, {group}")
-    rows = torch.arange(2 * features).view(2, -1, group)
-    return rows.transpose(0, 1).flatten()
-
-
 def interleave(gate: Tensor, up: Tensor, group: int = GROUP) -> Tensor:
     """Qdata, plain scales or bias (F, ...) of two weights as the (2 F, ...) of one, in groups of rows; a copy.
 

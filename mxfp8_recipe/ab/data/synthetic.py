@@ -27,8 +27,8 @@ CHUNK = 8_192
 LATENT = 8
 TAU = 2.0
 
-FIELDS = ("item", "advertiser", "user_cluster", "region", "surface", "device")
 CARDINALITIES = (4_001, 201, 501, 65, 9, 17)
+"""Of item, advertiser, user cluster, region, surface and device."""
 ZIPF = (1.05, 0.0, 0.9, 0.8, 0.5, 1.0)
 ITEM, ADVERTISER, CLUSTER, SURFACE = 0, 1, 2, 4
 NUM_NORMAL, NUM_COUNTS = 10, 3
