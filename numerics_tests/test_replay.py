@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -198,18 +199,21 @@ def test_a_direct_launch_passes_what_triton_s_own_launcher_would() -> None:
 
 
 def calls_of(step: Callable[[], Any]) -> list[str]:
-    """Every function that Python calls in a step, by name."""
+    """Every function that Python calls in a step, by name; not what other libraries hang on garbage collection."""
     found: list[str] = []
 
     def see(frame: Any, event: str, arg: Any) -> None:
         if event in ("call", "c_call"):
             found.append(frame.f_code.co_name if event == "call" else getattr(arg, "__name__", str(arg)))
 
+    gc.collect()
+    gc.disable()
     sys.setprofile(see)
     try:
         step()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return found
 
 
@@ -231,7 +235,7 @@ def test_zeros_are_made_anew_and_an_output_of_zeros_is_not_replayed() -> None:
 
 @pytest.mark.parametrize("input", ["ours", "ours, input quantized"])
 def test_a_linear_in_eager_mode_does_little_besides_launching(input: str) -> None:
-    """Measured: 235 calls in Python 3.11, 239 with a quantized input; torch makes 64 for its own linear."""
+    """Measured: 200 calls in Python 3.11, 218 with a quantized input, less those that warm bytecode does not report."""
     with bench_host_launches.launches_that_do_nothing():
         step = bench_host_launches.steps()[input]
         for _ in range(2):
@@ -243,7 +247,8 @@ def test_a_linear_in_eager_mode_does_little_besides_launching(input: str) -> Non
     assert not {"quantize", "gemm", "quantize_and_sum"} & set(calls)
     assert calls.count("empty_strided") == {"ours": 10, "ours, input quantized": 8}[input]
     assert "to" not in calls
-    assert len(calls) <= 250
+    reported = [name for name in calls if name not in ("len", "isinstance")]
+    assert len(reported) <= {"ours": 210, "ours, input quantized": 228}[input]
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
