@@ -176,6 +176,11 @@ def call_precision(recipe: Recipe, user: Rules, names: list[str]) -> tuple[Any, 
         match = rules.match(names, "attention")
         if match is not None:
             where = f"{rules.origin}: {match.pattern!r}"
+            if match.exact and isinstance(match.override, Mapping) and "projections" in match.override:
+                raise ValueError(
+                    f"{where}: got projections, expected only GEMMs of attention; its projections are linears of their "
+                    "own: override those by name"
+                )
             precision = apply_override(precision, match.override, "attention", where)
             reason = f"{where} says bf16"
     if precision != BF16:

@@ -176,6 +176,15 @@ def test_each_gemm_of_the_attention_is_switched_by_name(name: str) -> None:
         assert same_bits(results[gemm][1], results[None][1]) == (gemm == "dq" and name in ("pool", "cross"))
 
 
+def test_an_override_of_projections_the_layer_does_not_own_is_an_error() -> None:
+    """Named exactly it must have meant something; a pattern or a kind may reach layers that own theirs."""
+    model = nn.ModuleDict({"core": JaggedAttention(2, 32)})
+    with pytest.raises(ValueError, match=r"'core': got projections, .*override those by name"):
+        plan_recipe(model, "mxfp8", overrides={"core": {"projections": "bf16"}})
+    layers = plan_recipe(model, "mxfp8", overrides={"kind:attention": {"projections": "bf16"}}).layers
+    assert [la.fqn for la in layers if la.new_type] == ["core"]
+
+
 def test_tiles_of_several_tokens_under_a_mask_stay_bf16_and_are_said() -> None:
     model = nn.ModuleDict(
         {
