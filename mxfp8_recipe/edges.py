@@ -149,7 +149,7 @@ class EdgeFinder:
         consumers = [reader for reader in readers if self._multiplies(reader, value)]
         others = [reader for reader in readers if reader not in consumers]
         if not consumers:
-            return plan(reason=f"read by {_describe(others)}, none of them an MXFP8 layer")
+            return plan(reason=f"read by {_describe(others)}, not by an MXFP8 layer")
         if returned:
             return plan(reason="the model returns it too, as a tensor")
         if value in self.recording.overwritten:

@@ -394,7 +394,7 @@ def test_a_slice_that_keeps_everything_keeps_the_edge() -> None:
     model, x = Pair(), torch.randn(SHAPE)
     model.forward = lambda x: model.linear(model.norm(x)[permuted])
     model, stored, report = fused_and_stored(model, x)
-    assert blocks.reason_of(report, "norm") == "read by __getitem__, none of them an MXFP8 layer"
+    assert blocks.reason_of(report, "norm") == "read by __getitem__, not by an MXFP8 layer"
 
 
 def test_attention_alone_and_a_gate_share_the_norms_output() -> None:

@@ -211,13 +211,13 @@ def test_a_linears_output_overwritten_before_its_activation() -> None:
 @pytest.mark.parametrize(
     ("forward", "reason"),
     [
-        (lambda m, x: (m.linear(x), m.norm(x)), "read by the model's output, none of them an MXFP8 layer"),
-        (lambda m, x: m.linear(m.norm(x).softmax(-1)), "read by softmax, none of them an MXFP8 layer"),
+        (lambda m, x: (m.linear(x), m.norm(x)), "read by the model's output, not by an MXFP8 layer"),
+        (lambda m, x: m.linear(m.norm(x).softmax(-1)), "read by softmax, not by an MXFP8 layer"),
         (lambda m, x: m.linear(x), "the recorded forward does not reach it"),
-        (lambda m, x: m.head(m.norm(x)), "read by head, none of them an MXFP8 layer"),
-        (lambda m, x: F.linear(m.norm(x), m.linear.weight), "read by linear, none of them an MXFP8 layer"),
-        (lambda m, x: m.linear(m.norm(x).double().float()), "read by double, none of them an MXFP8 layer"),
-        (lambda m, x: m.linear(m.norm(x).view(-1, 2 * WIDTH)[:, :WIDTH]), "read by view, none of them an MXFP8 layer"),
+        (lambda m, x: m.head(m.norm(x)), "read by head, not by an MXFP8 layer"),
+        (lambda m, x: F.linear(m.norm(x), m.linear.weight), "read by linear, not by an MXFP8 layer"),
+        (lambda m, x: m.linear(m.norm(x).double().float()), "read by double, not by an MXFP8 layer"),
+        (lambda m, x: m.linear(m.norm(x).view(-1, 2 * WIDTH)[:, :WIDTH]), "read by view, not by an MXFP8 layer"),
     ],
     ids=["output", "function", "not reached", "BF16 layer", "function linear", "cast", "view of other rows"],
 )

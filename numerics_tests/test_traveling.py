@@ -466,7 +466,7 @@ def test_reasons_name_the_reader() -> None:
     x = torch.randn(SHAPE)
     for read, reason in (("softmax", "read by softmax"), ("cat", "read by cat"), ("einsum", "read by einsum")):
         _, _, report = fused_and_stored(Reads(READERS[read], detour=True), x)
-        assert reason_of(report, "norm") == f"{reason}, none of them an MXFP8 layer"
+        assert reason_of(report, "norm") == f"{reason}, not by an MXFP8 layer"
 
 
 def test_types_of_the_values() -> None:
