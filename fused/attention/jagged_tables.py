@@ -7,6 +7,11 @@ depend on. The unit is a power of two so small that no sum can overflow: `|dS| <
 of pairs stays below 2^61, so for 2^30 pairs a unit is 2^-31 of that bound. Positions first add up along the diagonals
 of a block in fp32, so that one addition in memory stands for 32 or more pairs; times have no such structure and are
 added pair by pair.
+
+The sum of dS over all keys of a query is 0 but for delta's error, `rowsum(dO * (O rounded - O))`, and a bucket that
+holds them all, as the outermost may, sums that over its queries. rowsum(P * dP), of the very products it is subtracted
+from, has no such error, but would take S and dP of every block twice; adding to all scores of a query what such a
+gradient moves changes no output.
 """
 
 from __future__ import annotations
