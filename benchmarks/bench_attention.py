@@ -7,7 +7,8 @@ Lengths are uniform around `fill` times the longest; TFLOP/s count the useful pr
 (FlashAttention-2); `flash_attn_4`, its Hopper path, where it is installed, else `flash_attn_4_scaled`: its figures of
 `FIGURES`, times what this run's `varlen_attn` took against its own figure; `padded_sdpa`. Every provider's output and
 gradients are held against float64 on a few samples, and a worse SQNR than `LEAST_DB` gets no number. Each runs in a
-CUDA graph if it can be captured (`mode=graph`), in rounds that take the providers in turn.
+CUDA graph if it can be captured (`mode=graph`), in rounds that take the providers in turn; what makes a schedule, once
+a batch for all layers and both passes, is a row of its own (`op=schedule`).
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ class Batch:
         lengths = shape.lengths()
         offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int()
         size = int(offsets[-1]), shape.heads, shape.dim
-        q, k, v, do = (torch.randn(size, device="cuda", dtype=BF16) for _ in range(4))
+        generator = torch.Generator(device="cuda").manual_seed(1)
+        q, k, v, do = (torch.randn(size, device="cuda", dtype=BF16, generator=generator) for _ in range(4))
         return cls(shape, lengths, offsets, q, k, v, do, options)
 
     @property
@@ -224,9 +226,13 @@ def sqnr(b: Batch, provider: Provider, exact: list[tuple[slice, list[Tensor]]]) 
 
 
 def capture(run: Run) -> tuple[Run, str]:
-    """`run` as a CUDA graph if it can be one, and its mode."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    """`run` as a CUDA graph if it can be one, and its mode.
+
+    On the current stream, if it is not the default one: autograd runs a backward where its forward ran.
+    """
+    current, default = torch.cuda.current_stream(), torch.cuda.default_stream()
+    stream = torch.cuda.Stream() if current == default else current
+    stream.wait_stream(current)
     with torch.cuda.stream(stream):
         run()
     torch.cuda.synchronize()
@@ -234,8 +240,9 @@ def capture(run: Run) -> tuple[Run, str]:
     try:
         with torch.cuda.graph(graph, stream=stream):
             run()
-    except RuntimeError:
+    except RuntimeError as error:
         torch.cuda.synchronize()
+        print(f"not captured: {str(error)[:150]}", file=sys.stderr)
         return run, "eager"
     return graph.replay, "graph"
 
@@ -313,14 +320,24 @@ def jfa_rows(stamp: dict[str, str], rounds: int) -> Iterator[list[dict[str, Any]
 
 def fill_rows(stamp: dict[str, str], rounds: int) -> Iterator[list[dict[str, Any]]]:
     """Time follows the work: `rate_to_half` is TFLOP/s over those at fill 0.5."""
-    found = [
-        rows_of(Batch.of(Shape(samples=1152, longest=1024, fill=fill)), "jfa-fill", {"ours": ours}, stamp, rounds)
-        for fill in (0.5, 0.3, 0.9)
-    ]
+    found = []
+    for fill in (0.5, 0.3, 0.9):
+        batch = Batch.of(Shape(samples=1152, longest=1024, fill=fill))
+        found.append([*rows_of(batch, "jfa-fill", {"ours": ours}, stamp, rounds), schedule_row(batch, stamp, rounds)])
     for rows in found:
-        for row, half in zip(rows, found[0]):
+        for row, half in zip(rows[:2], found[0]):
             row["rate_to_half"] = round(row["tflops"] / half["tflops"], 3)
         yield rows
+
+
+def schedule_row(b: Batch, stamp: dict[str, str], rounds: int) -> dict[str, Any]:
+    """What `ours` is given ready-made: the tiles of a batch in order."""
+    total = len(b.q)
+    run, mode = capture(lambda: schedule.build(b.offsets, b.offsets, total, total, *b.layout[2:], **b.options))
+    return {
+        "bench": "attention", "case": b.shape.case, "provider": "ours", "variant": f"op=schedule,mode={mode}",
+        **quantiles_ms(time_in_turn({"ours": run}, rounds)["ours"]), "tflops": None, **stamp,
+    }  # fmt: skip
 
 
 def window_rows(stamp: dict[str, str], rounds: int) -> Iterator[list[dict[str, Any]]]:
@@ -370,12 +387,13 @@ def main() -> None:
         sys.exit("bench_attention: found no CUDA device")
     torch.manual_seed(0)
     stamp = gpu_environment(options.commit)
-    for name in [options.bench] if options.bench else BENCHES:
-        for rows in BENCHES[name](stamp, 1 if options.quick else ROUNDS):
-            append(options.out, rows)
-            for row in rows:
-                print(show(row), flush=True)
-            torch.cuda.empty_cache()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for name in [options.bench] if options.bench else BENCHES:
+            for rows in BENCHES[name](stamp, 1 if options.quick else ROUNDS):
+                append(options.out, rows)
+                for row in rows:
+                    print(show(row), flush=True)
+                torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
