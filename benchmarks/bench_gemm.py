@@ -3,15 +3,13 @@ an epilogue, against the same GEMM that stores BF16 and against that GEMM and th
 
     python benchmarks/bench_gemm.py [--out FILE] [--commit HASH] [--only SUBSTRING]
 
-Every provider gives a correct result first or no number. It runs in a CUDA graph over rotated inputs, after the same
-pause as every other, in rounds that take the providers in turn: a GPU at its power limit slows down with the load
-before, so a provider timed last would pay for the others.
+Every provider gives a correct result first or no number. It runs in a CUDA graph over rotated inputs, timed in turn
+with the others.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +23,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rows import add_options, append, gpu_environment, quantiles_ms
+from benchmarks.turns import time_in_turn
 from fused import reference
 from fused.activation_quantize import activation_backward, activation_quantize
 from fused.gemm import hopper
@@ -35,7 +34,6 @@ from fused.gemm.hopper_epilogue import gemm_epilogue
 from fused.spec import QuantSpec
 
 L2_BYTES = 200e6  # rotated inputs exceed this
-ROUNDS, REPLAYS, PAUSE_S = 5, 5, 0.03
 ROWS_CHECKED = 256
 MAX_ERROR = 2.5e-3  # BF16 output rounds to 1.7e-3
 
@@ -67,11 +65,15 @@ CASES = (
 EPILOGUES = (
     ("gelu", "bias, gelu, MXFP8", (65536, 4096, 1024)),
     ("gelu", "bias, gelu, MXFP8", (65536, 2048, 512)),
+    ("gelu", "bias, gelu, MXFP8 alone", (65536, 4096, 1024)),
+    ("gelu", "bias, gelu, MXFP8 alone", (65536, 2048, 512)),
     ("swiglu", "swiglu, MXFP8", (65536, 2816, 1024)),
+    ("swiglu", "swiglu, MXFP8 alone", (65536, 2816, 1024)),
     ("gelu", "dgrad, gelu', MXFP8 twice, sums, y", (65536, 4096, 1024)),
     ("swiglu", "dgrad, swiglu', MXFP8 twice, sums, y", (65536, 2816, 1024)),
 )
-"""Activation, what follows the GEMM, and its shape: tokens x features of y x in."""
+"""Activation, what follows the GEMM, and its shape: tokens x features of y x in. Unless MXFP8 comes alone, as without
+a backward, what the activation applies to is kept."""
 
 
 @dataclass
@@ -134,23 +136,6 @@ def capture(run: Callable[[Any], Any], sets: Sequence[Any]) -> torch.cuda.CUDAGr
         for o in sets:
             run(o)
     return graph
-
-
-def time_in_turn(graphs: dict[str, torch.cuda.CUDAGraph], launches: int) -> dict[str, list[float]]:
-    """Sorted milliseconds a launch of each provider."""
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(ROUNDS):
-        for name, graph in graphs.items():
-            time.sleep(PAUSE_S)
-            graph.replay()
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
-            marks[0].record()
-            for mark in marks[1:]:
-                graph.replay()
-                mark.record()
-            torch.cuda.synchronize()
-            times[name] += [start.elapsed_time(stop) / launches for start, stop in itertools.pairwise(marks)]
-    return {name: sorted(values) for name, values in times.items()}
 
 
 def measure(case: Case, shape: tuple[int, int, int], stamp: dict[str, str]) -> list[dict[str, Any]]:
@@ -217,7 +202,7 @@ def epilogue_providers(kind: str, op: str, case: Case) -> dict[str, Callable[[Pr
     paired: dict[str, Any] = tiles | {"b_tile": interleaved_tile(case.b_tile)}
     high: dict[str, Any] = tiles | {"out_dtype": torch.bfloat16}
     spec = QuantSpec(tile=case.a_tile)
-    steps = Epilogue(activation=kind, rowwise=spec, emit_high=False, emit_sum=True)
+    steps = Epilogue(activation=kind, rowwise=spec, emit_high=False, emit_sum=not op.endswith("alone"))
     if op.startswith("dgrad"):
         dact = Dact(activation=kind, rowwise=spec, colwise=spec, act_colwise=spec, emit_high=False, emit_bias=True)
         after: tuple[Any, ...] = (kind, spec, spec, True, spec)

@@ -3,10 +3,11 @@
 `linear`: the input comes already quantized by its norm; grad_output's quantization and the weight's are inside.
 `norm_linear`: RMSNorm and a linear through `apply_recipe`, against the two under `torch.compile`.
 `block`: norm, up, GELU, down and residual through `apply_recipe`, against the block under `torch.compile`.
-`epilogue`: that block, and one with SwiGLU, with what surrounds a GEMM in its epilogue, against kernels of their own.
+`epilogue`: that block, and one with SwiGLU, with what surrounds a GEMM in its epilogue, against kernels of their own;
+`pass=fwd` is the forward alone, without autograd.
 
-Everything is timed by replaying a CUDA graph, except `mode=eager`, which is host time included; there `one_thread` is
-backward on the caller's thread, where Python is warmer than on autograd's own. Activations are larger
+Everything is timed by replaying CUDA graphs in turn, except `mode=eager`, which is host time included; there
+`one_thread` is backward on the caller's thread, where Python is warmer than on autograd's own. Activations are larger
 than L2. A provider whose result is wrong gets no number. `torchao_*` are compiled for the one shape.
 
     python benchmarks/bench_linear.py [linear|norm_linear|block|epilogue] [--out FILE] [--commit HASH]
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rows import RESULTS, add_options, append, gpu_environment, quantiles_ms
+from benchmarks.turns import time_in_turn
 from mxfp8_recipe import apply_recipe, load_recipe, planner
 from mxfp8_recipe.autograd import LinearConfig, NormConfig
 from mxfp8_recipe.epilogue_table import Choice
@@ -49,6 +51,7 @@ EPILOGUES = {
 """Provider to the steps that move into a GEMM's epilogue."""
 RECIPE = "mxfp8_hopper"
 MIN_SQNR_DB = 15.0
+STEP_ROUNDS = 12
 
 Step = Callable[[], list[Tensor]]
 
@@ -85,33 +88,25 @@ class GatedBlock(nn.Module):
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
-def milliseconds(step: Step, graph: bool, budget_s: float = 0.6) -> list[float]:
-    """Times of single steps: replays of a CUDA graph, or eager calls timed by the host around a synchronize."""
-    for _ in range(3):
-        step()
-    torch.cuda.synchronize()
-    run: Callable[[], Any] = step
-    if graph:
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
+def milliseconds(steps: dict[str, Step], graph: bool) -> dict[str, list[float]]:
+    """Times of single steps: replays of CUDA graphs, or eager calls timed by the host around a synchronize."""
+    for step in steps.values():
+        for _ in range(3):
             step()
-        run = captured.replay
-    if not graph:
-        return _host_times(run, budget_s)
-    run()
     torch.cuda.synchronize()
-    times, end = [], time.perf_counter() + budget_s
-    while time.perf_counter() < end or len(times) < 20:
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return times
+    if not graph:
+        return {name: _host_times(step) for name, step in steps.items()}
+    return time_in_turn({name: capture(step) for name, step in steps.items()}, rounds=STEP_ROUNDS)
 
 
-def _host_times(run: Callable[[], Any], budget_s: float) -> list[float]:
+def capture(step: Step) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+def _host_times(run: Callable[[], Any], budget_s: float = 0.6) -> list[float]:
     """Steady-state time a step: ten steps queued, then synchronized."""
     times, end = [], time.perf_counter() + budget_s
     while time.perf_counter() < end or len(times) < 5:
@@ -200,16 +195,29 @@ def module_steps(build: Callable[[], nn.Module], m: int, k: int, n: int) -> dict
     }
 
 
-def epilogue_steps(build: Callable[[], nn.Module], m: int, k: int) -> dict[str, Step]:
+def forward_step(forward: Callable[[Tensor], Tensor], x: Tensor) -> Step:
+    """Forward alone, of which nothing is kept."""
+
+    def step() -> list[Tensor]:
+        with torch.no_grad():
+            return [forward(x)]
+
+    return step
+
+
+def epilogue_steps(build: Callable[[], nn.Module], m: int, k: int, backward: bool) -> dict[str, Step]:
     """One block of weights under every provider of `EPILOGUES`; the first is what the others must equal."""
     x, grad, steps = randn(m, k).requires_grad_(), randn(m, k), {}
     for name, chosen in EPILOGUES.items():
+        if not backward and "dact" in chosen:
+            continue
         torch.manual_seed(0)
         net = build().cuda().bfloat16()
         choice = Choice(steps=frozenset(chosen), why="what is measured here")
         with mock.patch.object(planner, "epilogue_choice", return_value=choice):
             apply_recipe(net, RECIPE, example_inputs=x.detach()[:128])
-        steps[name] = training_step(net, x, grad, list(net.parameters()))
+        trained = training_step(net, x, grad, list(net.parameters()))
+        steps[name] = trained if backward else forward_step(net, x)
     return steps
 
 
@@ -250,7 +258,7 @@ def measure(bench: str, case: str, variant: str, steps: dict[str, Step], graph: 
             print(f"{bench} {case} {variant}: {name} is wrong ({quality[name]:.1f} dB), no number", flush=True)
             steps.pop(name)
     del expected
-    times = {name: milliseconds(step, graph) for name, step in steps.items()}
+    times = milliseconds(steps, graph)
     base = statistics.median(times[names[0]])
     against = "ratio_to_bf16" if names[0].startswith("bf16") else "ratio_to_unfused"
     for name, found in times.items():
@@ -290,8 +298,10 @@ def run(bench: str | None, about: Stamp) -> None:
             ("gelu", Block, 65536, 1024, 4096),
             ("swiglu", GatedBlock, 65536, 1024, 2816),
         ):
-            steps = epilogue_steps(lambda b=block, w=width, h=hidden: b(w, h), m, width)
-            measure("epilogue", f"{m}x{width}x{hidden}", f"{variant},op={kind}", steps, True, about)
+            for backward in (True, False):
+                steps = epilogue_steps(lambda b=block, w=width, h=hidden: b(w, h), m, width, backward)
+                what = f"tile=128,mode=graph,pass={'fwdbwd' if backward else 'fwd'},op={kind}"
+                measure("epilogue", f"{m}x{width}x{hidden}", what, steps, True, about)
     if bench in (None, "norm_linear"):
         for m, n, k in SHAPES:
             steps = module_steps(lambda k=k, n=n: nn.Sequential(nn.RMSNorm(k), nn.Linear(k, n)), m, k, n)
