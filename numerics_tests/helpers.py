@@ -161,7 +161,8 @@ def train(
 def run_ranks(script: Path, directory: Path, ranks: int, seconds: float) -> None:
     """Run `script RANK DIRECTORY` in a process for each rank, on gloo over the loopback; every one must end well."""
     root = Path(__file__).resolve().parent.parent
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
         subprocess.Popen(
             [sys.executable, str(script), str(rank), str(directory)], env=environment, stderr=subprocess.PIPE, text=True
