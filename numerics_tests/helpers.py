@@ -158,11 +158,16 @@ def train(
         (step or optimizer.step)()
 
 
+def environment_of_tests(**variables: str) -> dict[str, str]:
+    """For a process of its own: this checkout before whatever the caller's path has, and `variables`."""
+    root = str(Path(__file__).resolve().parent.parent)
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, **variables}
+
+
 def run_ranks(script: Path, directory: Path, ranks: int, seconds: float) -> None:
     """Run `script RANK DIRECTORY` in a process for each rank, on gloo over the loopback; every one must end well."""
-    root = Path(__file__).resolve().parent.parent
-    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = environment_of_tests(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     processes = [
         subprocess.Popen(
             [sys.executable, str(script), str(rank), str(directory)], env=environment, stderr=subprocess.PIPE, text=True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import torch
 triton = pytest.importorskip("triton", reason="triton compiles the kernels")
 
 from mxfp8_recipe.fused.attention import gdpa, gdpa_backward  # noqa: E402
+from numerics_tests.helpers import environment_of_tests  # noqa: E402
 from numerics_tests.test_jagged_compile import compiled_for_hopper, instructions  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_launches_compile_without_spills(name: str, capability: str) -> None:
     script = str(ROOT / "numerics_tests" / "compile_only.py")
     command = [sys.executable, script, capability, "--jobs", "1", "--only", name]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
+    environment = environment_of_tests(TRITON_INTERPRET="0")
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
     assert " 0 failures" in result.stdout

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from numerics_tests.helpers import environment_of_tests
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKS = ROOT / "numerics_tests" / "gdpa_checks.py"
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 def run_checks(group: str, device: str, share: int, shares: int, interpret: str) -> None:
     """In a process of its own: Triton decides on import whether it interprets."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": interpret}
+    environment = environment_of_tests(TRITON_INTERPRET=interpret)
     command = [sys.executable, "-W", "ignore", str(CHECKS), group, device, str(share), str(shares)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import torch
 triton = pytest.importorskip("triton", reason="triton compiles the kernels")
 
 from mxfp8_recipe.fused.attention import jagged  # noqa: E402
+from numerics_tests.helpers import environment_of_tests  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 POINTERS = {torch.int32: "i32", torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -36,7 +36,7 @@ def test_launches_compile_without_spills(capability: str) -> None:
         "--only",
         name,
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
+    environment = environment_of_tests(TRITON_INTERPRET="0")
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
     assert ": 2 launches, 0 failures" in result.stdout

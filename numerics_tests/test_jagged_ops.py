@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from mxfp8_recipe.functional import (
 )
 from mxfp8_recipe.fused.attention import jagged_reference as reference
 from numerics_tests.attention_oracle import config, precision
-from numerics_tests.helpers import same_bits
+from numerics_tests.helpers import environment_of_tests, same_bits
 from numerics_tests.jagged_cases import JaggedCase, JaggedTensors, offsets_of, tensors
 
 CASE = JaggedCase(name="", q_lengths=(33, 0, 5, 40), k_lengths=(7, 12, 0, 64), heads=4, groups=2)
@@ -379,7 +378,7 @@ def test_a_traced_schedule_has_the_shape_of_a_built_one(monkeypatch: pytest.Monk
 def test_the_ops_run_on_the_kernels() -> None:
     script = Path(__file__).with_name("jagged_on_kernels.py")
     command = [sys.executable, str(script), "jagged", "block", "generalized", "pooled"]
-    environment = {**os.environ, "PYTHONPATH": str(script.parent.parent), "OMP_NUM_THREADS": "1"}
+    environment = environment_of_tests(OMP_NUM_THREADS="1")
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from numerics_tests.helpers import environment_of_tests
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -29,7 +30,7 @@ def test_launches_compile_without_spills(name: str, capability: str) -> None:
         "--only",
         name,
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
+    environment = environment_of_tests(TRITON_INTERPRET="0")
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
     assert " 0 failures" in result.stdout

@@ -6,7 +6,6 @@ Run as a script with a checkpoint, this file is the new process.
 from __future__ import annotations
 
 import copy
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from mxfp8_recipe import apply_recipe, revert
-from numerics_tests.helpers import MLP, same_bits
+from numerics_tests.helpers import MLP, environment_of_tests, same_bits
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ("mxfp8", "gem")
@@ -67,7 +66,7 @@ def test_ten_and_ten_steps_are_twenty(tmp_path: Path) -> None:
         whole[recipe] = checkpoint_of(model, optimizer)
     path = tmp_path / "halfway.pt"
     torch.save(halfway, path)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    environment = environment_of_tests(OMP_NUM_THREADS=str(torch.get_num_threads()))
     command = [sys.executable, str(Path(__file__).resolve()), str(path)]
     outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert outcome.returncode == 0, outcome.stderr[-2000:]
