@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
-from fused.attention import jagged, schedule
+from fused.attention import jagged, jagged_hopper, schedule
 from fused.attention.bias import JaggedBias
 
-ROWS, HEADS = 256, 4
+ROWS, LONG, HEADS = 256, 1024, 4
 TIMES = torch.zeros(ROWS, dtype=torch.int64)
 TABLES = {
     "": None,
@@ -34,6 +36,12 @@ CASES = (
 )  # fmt: skip
 
 
+def as_on_hopper(call: Callable[[], Any]) -> Any:
+    """`call`, whose launches are those of a Hopper."""
+    with mock.patch.object(jagged_hopper, "is_hopper", return_value=True):
+        return call()
+
+
 def jagged_calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Names and calls."""
     offsets = torch.tensor([0, ROWS], dtype=torch.int32)
@@ -42,10 +50,18 @@ def jagged_calls() -> Iterator[tuple[str, Callable[[], Any]]]:
         options = MASKS[mask]
         call = partial(schedule._on_device, *lists, options.get("causal", False), options.get("window"))
         yield f"jagged schedule {mask}", call
-    for width, groups, mask, bias in CASES:
-        q, kv = (torch.zeros(ROWS, heads, width, dtype=torch.bfloat16) for heads in (HEADS, groups))
-        layout = offsets, offsets, ROWS, ROWS, TABLES[bias]
-        name = f"jagged {width} groups={groups} {mask}{bias}"
-        yield f"{name} forward", partial(jagged.forward, q, kv, kv, *layout, scale=0.1, **MASKS[mask])
-        lse = torch.zeros(ROWS, HEADS)
-        yield f"{name} backward", partial(jagged.backward, q, q, kv, kv, q, lse, *layout, scale=0.1, **MASKS[mask])
+    for rows, (width, groups, mask, bias) in itertools.product((ROWS, LONG), CASES):
+        if rows == LONG and (bias or width > 128):
+            continue  # its length chooses nothing
+        offsets = torch.tensor([0, rows], dtype=torch.int32)
+        q, kv = (torch.zeros(rows, heads, width, dtype=torch.bfloat16) for heads in (HEADS, groups))
+        layout = offsets, offsets, rows, rows, TABLES[bias]
+        name = f"jagged {width} groups={groups} {mask}{bias}{' long' if rows == LONG else ''}"
+        forward = partial(jagged.forward, q, kv, kv, *layout, scale=0.1, **MASKS[mask])
+        lse = torch.zeros(rows, HEADS)
+        backward = partial(jagged.backward, q, q, kv, kv, q, lse, *layout, scale=0.1, **MASKS[mask])
+        yield f"{name} forward", forward
+        yield f"{name} backward", backward
+        if width <= 128 and not bias:
+            yield f"{name} forward on hopper", partial(as_on_hopper, forward)
+            yield f"{name} backward on hopper", partial(as_on_hopper, backward)

@@ -176,6 +176,24 @@ def store_some_rows(ptr, x, row, count, heads, head, ROWS: tl.constexpr, D: tl.c
 
 
 @triton.jit
+def stats_row(q0, sample):
+    """Where a sample's lse and delta begin: on 16 bytes, as TMA wants it, and past those of the sample before."""
+    return (q0 // 4 + sample) * 4
+
+
+@triton.jit
+def member_of(step, shared, begin, blocks, GROUP: tl.constexpr):
+    """Head and block of a step over the blocks of every head that shares keys: one loop, which stays pipelined."""
+    if GROUP == 1:
+        head = shared
+        block = begin + step
+    else:
+        head = shared * GROUP + step // blocks
+        block = begin + step % blocks
+    return head, block
+
+
+@triton.jit
 def position_bucket(t, s, P):
     return tl.minimum(tl.maximum(t - s + P // 2, 0), P - 1)
 

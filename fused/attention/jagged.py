@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..jit import kernel
+from . import jagged_hopper
 from ._products import add_product, rounded
 from ._tiles import (
     LOG2E,
@@ -43,7 +44,8 @@ from ._tiles import (
 )
 from .bias import JaggedBias
 from .jagged_backward import backward
-from .jagged_launch import FP32_CONFIG, SCALARS, Config, Problem, problem_of, widened
+from .jagged_configs import forward_config
+from .jagged_launch import SCALARS, Config, Problem, problem_of, widened
 
 __all__ = ["backward", "forward"]
 
@@ -149,25 +151,6 @@ def forward_kernel(
             tl.store(at + row * H, lse, mask=row < Lq - first)
 
 
-def forward_config(dtype: torch.dtype, width: int, masked: bool, tables: bool) -> Config:
-    """A function of dtype, width and features alone; chosen by the compiled code, not yet by times.
-
-    One warpgroup keeps 128 queries, so that K and V pass through the L2 cache once for 128, and two programs share a
-    multiprocessor: one's softmax, first loads and last stores run while the other multiplies. With 64 keys a step
-    O, S and P take 224 of the 255 registers, which leaves wgmma asynchronous; at 128 registers, for twice the warps,
-    the assembler would wait for each. Masks and tables need registers of their own.
-    """
-    if dtype == torch.float32:
-        return FP32_CONFIG
-    if tables:
-        return Config(rows=64, block=32, warps=4, stages=2)
-    if width > 128:
-        return Config(rows=128, block=64, warps=8, stages=2)
-    if masked:  # the rows of a tile that see a block whole are more often all of 64
-        return Config(rows=64, block=64, warps=4, stages=2)
-    return Config(rows=128, block=64, warps=4, stages=2)
-
-
 def forward(
     q: Tensor,
     k: Tensor,
@@ -208,9 +191,8 @@ def forward(
     out = torch.empty(*q.shape[:2], wide, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if out.numel():
-        width, masked = max(problem.q.x.shape[2], wide), causal or window is not None
-        config = config or forward_config(q.dtype, width, masked, problem.has_bias)
-        _launch(problem, out, lse, config)
+        config = config or forward_config(problem)
+        (jagged_hopper.forward if config.gluon else _launch)(problem, out, lse, config)
     return out if wide == value_dim else out[..., :value_dim].contiguous(), lse
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..jit import kernel
+from . import jagged_hopper
 from ._products import add_product, product, rounded
 from ._tiles import (
     LOG2E,
@@ -34,24 +35,21 @@ from ._tiles import (
     keys_seen,
     load_rows,
     load_some_rows,
+    member_of,
     queries_seeing,
     read_entry,
     score_bias,
     scores,
+    stats_row,
     store_some_rows,
     turns_of,
     units_in,
     visible,
 )
 from .bias import JaggedBias
-from .jagged_launch import FP32_CONFIG, SCALARS, Config, Operand, Problem, problem_of, widened
+from .jagged_configs import dkdv_config, dq_config
+from .jagged_launch import SCALARS, Config, Operand, Problem, problem_of, widened
 from .jagged_tables import Tables, add_to_tables
-
-
-@triton.jit
-def stats_row(q0, sample):
-    """Where a sample's lse and delta begin: on 16 bytes, as TMA wants it, and past those of the sample before."""
-    return (q0 // 4 + sample) * 4
 
 
 @triton.jit
@@ -209,18 +207,6 @@ def load_stats(desc, ptr, line, at, TS, ROWS: tl.constexpr, TMA: tl.constexpr):
     return x
 
 
-@triton.jit
-def member_of(step, shared, begin, blocks, GROUP: tl.constexpr):
-    """Head and block of a step over the blocks of every head that shares keys: one loop, which stays pipelined."""
-    if GROUP == 1:
-        head = shared
-        block = begin + step
-    else:
-        head = shared * GROUP + step // blocks
-        block = begin + step % blocks
-    return head, block
-
-
 @kernel(do_not_specialize=["ENTRIES", "H", "QS8", "KS8", "VS8", "GS8", "TS", "LAST_AT", "skipped", "window", "P", "N"])
 def dkdv_kernel(
     q_desc, do_desc, stats_desc, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, schedule_ptr,
@@ -296,40 +282,6 @@ def dkdv_kernel(
             store_some_rows(dv_ptr, dv, k0 + first, Lk - first, heads, shared, BM, E)
 
 
-ALL_REGISTERS = (("maxnreg", 255),)
-"""Unless told so, the assembler for Blackwell would rather spill a few words than take more than half."""
-
-
-def dq_config(dtype: torch.dtype, width: int, tables: bool) -> Config:
-    """A function of dtype, width and whether there are tables, alone; chosen by the compiled code, not yet by times.
-
-    As for `jagged.forward_config`, two programs of one warpgroup share a multiprocessor; dQ, S and dP of 64 queries
-    take its registers.
-    """
-    if dtype == torch.float32:
-        return FP32_CONFIG
-    if tables:  # a second stage would also keep what is looked up by time in flight, in registers
-        return Config(rows=64, block=32, warps=8, stages=1, options=ALL_REGISTERS)
-    return Config(rows=64, block=64 if width <= 128 else 32, warps=4, stages=2)
-
-
-def dkdv_config(dtype: torch.dtype, width: int, plain: bool, tables: bool) -> Config:
-    """A function of dtype, width and features alone; chosen by the compiled code, not yet by times.
-
-    dK, dV, S and dP of 64 keys take the registers of a warpgroup: about 400 instructions a warp for 64 queries, beside
-    1024 cycles of products.
-
-    `plain`: neither masks nor heads that share keys, whose bookkeeping leaves room for 64 queries a step.
-    """
-    if dtype == torch.float32:
-        return FP32_CONFIG
-    if tables:
-        return Config(rows=64, block=32, warps=8, stages=2, options=ALL_REGISTERS)
-    if width > 128:
-        return Config(rows=64, block=32, warps=8, stages=2)
-    return Config(rows=64, block=64 if plain else 32, warps=4, stages=2)
-
-
 def backward(
     grad_out: Tensor,
     q: Tensor,
@@ -371,12 +323,8 @@ def backward(
     )
     do, o = Operand.of(widened(grad_out)), Operand.of(widened(out))
     tables = "b" in wanted and problem.has_bias
-    width, masked = max(problem.q.x.shape[2], problem.v.x.shape[2]), causal or window is not None
-    configs = configs or (
-        dq_config(q.dtype, width, problem.has_bias),
-        dkdv_config(q.dtype, width, not masked and problem.groups == 1, problem.has_bias),
-    )
-    stats = Stats.of(problem, q_offsets.numel() - 1, configs[1].block)
+    configs = configs or (dq_config(problem), dkdv_config(problem))
+    stats = Stats.of(problem, problem.samples, configs[1].block)
     dq = _like(problem.q) if "q" in wanted else nothing
     tables_of = Tables.of(bias, do.x, problem.v.x, max_k) if tables and bias is not None else Tables()
     if q.numel():
@@ -430,6 +378,8 @@ def _launch_dq(
     problem: Problem, do: Operand, o: Operand, lse: Tensor, stats: Stats, dq: Tensor, tables: Tables, config: Config
 ) -> None:
     q, k, v, tma = problem.q, problem.k, problem.v, problem.tma
+    if config.gluon:
+        return jagged_hopper.dq(problem, do, o, lse, stats, dq, config)
     heads, unread = q.x.shape[1], lse
     sums = [unread if x is None else x for x in (tables.position, tables.time, tables.unit)]
     dq_kernel[(config.programs(problem.entries[0], heads, q.x.device.index),)](
@@ -442,6 +392,8 @@ def _launch_dq(
 
 
 def _launch_dkdv(problem: Problem, do: Operand, stats: Stats, dk: Tensor, dv: Tensor, config: Config) -> None:
+    if config.gluon:
+        return jagged_hopper.dkdv(problem, do, stats, dk, dv, config)
     q, k, v, tma = problem.q, problem.k, problem.v, problem.tma
     dkdv_kernel[(config.programs(problem.entries[1], k.x.shape[1], q.x.device.index),)](
         q.boxes(config.block, tma), do.boxes(config.block, tma), stats.boxes(tma), q.x, k.x, v.x, do.x, stats.x, dk, dv,

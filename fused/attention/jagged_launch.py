@@ -1,7 +1,7 @@
-"""Host side of the jagged attention kernels: launch configs, operands as kernels read them, what two passes share.
+"""Host side of the jagged attention kernels: launches, operands as kernels read them, what two passes share.
 
-Nothing is autotuned: a config is a function of dtype and width alone. Operands are read where they lie if their heads
-are dense and their rows on 16 bytes, as slices of a packed projection are; else they are copied once.
+Operands are read where they lie if their heads are dense and their rows on 16 bytes, as slices of a packed projection
+are; else they are copied once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Config:
         rows: of the tile a program keeps; block: rows a step of its loop takes. stages: steps in flight.
         per_processor: programs a multiprocessor holds, which then take all units in turns; 0: one unit a program, and
             the next in the list to whatever multiprocessor is free.
-        options: further ones of the compiler.
+        options: further ones of the compiler. gluon: whether `jagged_hopper`'s kernels run it, not the portable ones.
     """
 
     rows: int
@@ -41,23 +41,25 @@ class Config:
     stages: int
     per_processor: int = 0
     options: tuple[tuple[str, int], ...] = ()
+    gluon: bool = False
 
     def programs(self, entries: int, heads: int, device: int | None) -> int:
         """Programs for so many entries of a schedule."""
-        units = entries * heads * (schedules.TILE // self.rows)
+        units = entries * heads * self.tiles
         return min(units, self.per_processor * processors(device)[0]) if self.per_processor else units
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of an entry of a schedule."""
+        return schedules.TILE // self.rows
 
     @property
     def launch(self) -> dict[str, Any]:
         """Compile-time arguments and options that follow from this."""
         return {
-            "BM": self.rows, "BN": self.block, "SUB": schedules.TILE // self.rows, "STAGES": self.stages,
+            "BM": self.rows, "BN": self.block, "SUB": self.tiles, "STAGES": self.stages,
             "PERSISTENT": self.per_processor > 0, "num_warps": self.warps, **dict(self.options),
         }  # fmt: skip
-
-
-FP32_CONFIG = Config(rows=32, block=32, warps=4, stages=1)
-"""Products of fp32 take three of tf32 and their operands' halves live in registers: small tiles, no speed meant."""
 
 
 @lru_cache(maxsize=64)
@@ -101,13 +103,14 @@ class Problem:
     """What a forward and a backward have in common.
 
     Attributes:
-        q, k, v: operands. schedule: of this batch. entries: of its lists of queries and of keys.
+        q, k, v: operands. samples: how many. schedule: of this batch. entries: of its lists of queries and of keys.
         bias: what kernels read of it, pointers; flags: compile-time; sizes: rows of the tables.
     """
 
     q: Operand
     k: Operand
     v: Operand
+    samples: int
     schedule: Tensor
     entries: tuple[int, int]
     bias: tuple[Tensor, ...]
@@ -132,6 +135,21 @@ class Problem:
     def groups(self) -> int:
         """Heads of q that share one of k and v."""
         return self.q.x.shape[1] // self.k.x.shape[1]
+
+    @property
+    def width(self) -> int:
+        """Of the widest head."""
+        return max(self.q.x.shape[2], self.v.x.shape[2])
+
+    @property
+    def mean_keys(self) -> float:
+        """Of a sample."""
+        return self.k.x.shape[0] / max(self.samples, 1)
+
+    @property
+    def masked(self) -> bool:
+        """Some pairs of a sample may be hidden."""
+        return self.causal or self.window is not None
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -182,9 +200,10 @@ def problem_of(
     pointers = tuple(unread if x is None else x.contiguous() for x in (position, time, *times))
     sizes = tuple(1 if x is None else x.shape[0] for x in (position, time))
     flags = {"POSITION": position is not None, "TIME": time is not None, "STEPS": (sizes[1] - 1).bit_length()}
+    samples = q_offsets.numel() - 1
     return Problem(
-        q=Operand.of(q), k=Operand.of(k), v=Operand.of(v), schedule=schedule,
-        entries=schedules.lengths_of_lists(q.shape[0], k.shape[0], q_offsets.numel() - 1),
+        q=Operand.of(q), k=Operand.of(k), v=Operand.of(v), samples=samples, schedule=schedule,
+        entries=schedules.lengths_of_lists(q.shape[0], k.shape[0], samples),
         bias=pointers, flags=flags, sizes=sizes, scale=scale, causal=causal, window=window,
     )  # fmt: skip
 

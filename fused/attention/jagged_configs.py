@@ -1,0 +1,78 @@
+"""Which launch a pass of jagged attention gets: a function of dtype, width, features, GPU and mean length alone.
+
+The mean length is tokens over samples, which the host knows; nothing waits for the device and nothing is autotuned.
+Rates below are useful TFLOP/s on an H200, 4 heads of 128 in bf16, lengths uniform in 1..L, of short bursts taken to
+choose; `benchmarks/results` holds what the choice gives.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .jagged_hopper import fits
+from .jagged_launch import Config, Problem
+
+FP32_CONFIG = Config(rows=32, block=32, warps=4, stages=1)
+"""Products of fp32 take three of tf32 and their operands' halves live in registers: small tiles, no speed meant."""
+
+ALL_REGISTERS = (("maxnreg", 255),)
+"""Unless told so, the assembler for Blackwell would rather spill a few words than take more than half."""
+
+SHORT = 384
+"""Keys a sample on average, below which half-empty last blocks cost more than half as many steps save."""
+
+
+def forward_config(problem: Problem) -> Config:
+    """Of `jagged.forward`.
+
+    Programs of one warpgroup with 64 queries, two or three of which share a multiprocessor: one's first loads and last
+    stores run while the others multiply. L 512: 319 in blocks of 32 keys, 305 in blocks of 64, 302 with 128 queries.
+    L 1024: 394, 412, 388. L 4096: 412, 482, 454. With a window of 128 at L 2048 blocks of 32 and of 64 take as long,
+    and 128 queries 8 % longer.
+    """
+    if problem.q.x.dtype == torch.float32:
+        return FP32_CONFIG
+    if problem.has_bias:
+        return Config(rows=64, block=32, warps=4, stages=2)
+    if problem.width > 128:
+        return Config(rows=128, block=64, warps=8, stages=2)
+    if problem.masked or problem.mean_keys < SHORT:
+        return Config(rows=64, block=32, warps=4, stages=3)
+    return Config(rows=64, block=64, warps=4, stages=3)
+
+
+def dq_config(problem: Problem) -> Config:
+    """Of dQ.
+
+    The kernels for Hopper with blocks of 64 keys, at L 512, 1024 and 4096: 363, 504, 692; of 32 keys: 354, 472, 564.
+    The portable ones: 304, 416, 543, and of 32 keys 314, 425, 525.
+    """
+    if problem.q.x.dtype == torch.float32:
+        return FP32_CONFIG
+    if problem.has_bias:  # a second stage would also keep what is looked up by time in flight, in registers
+        return Config(rows=64, block=32, warps=8, stages=1, options=ALL_REGISTERS)
+    if fits(problem) and not problem.masked:
+        return Config(rows=64, block=64, warps=4, stages=2, gluon=True)
+    if problem.width > 128:
+        return Config(rows=64, block=32, warps=4, stages=2)
+    if problem.masked or problem.mean_keys >= SHORT:
+        return Config(rows=64, block=64, warps=4, stages=2)
+    return Config(rows=64, block=32, warps=4, stages=3)
+
+
+def dkdv_config(problem: Problem) -> Config:
+    """Of dK and dV.
+
+    The kernels for Hopper with blocks of 64 queries, at L 512, 1024 and 4096: 431, 555, 686; of 32: 407, 509, 563. The
+    portable ones: 353, 467, 580. What masks and heads that share keys keep track of leaves room for 32 queries a step.
+    """
+    if problem.q.x.dtype == torch.float32:
+        return FP32_CONFIG
+    if problem.has_bias:
+        return Config(rows=64, block=32, warps=8, stages=2, options=ALL_REGISTERS)
+    if problem.width > 128:
+        return Config(rows=64, block=32, warps=8, stages=2)
+    plain = not problem.masked and problem.groups == 1
+    if fits(problem) and plain:
+        return Config(rows=64, block=64, warps=4, stages=2, gluon=True)
+    return Config(rows=64, block=64 if plain else 32, warps=4, stages=2)

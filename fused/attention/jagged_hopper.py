@@ -1,0 +1,105 @@
+"""Launches of jagged attention's Gluon kernels for Hopper, where a problem is theirs: heads of 64 or 128 in 16 bits, no
+tables, a scale above 0; masks and shared keys as they come. Anything else, and any other GPU, runs the same sums in the
+Triton kernels of `jagged` and `jagged_backward`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..gemm._gluon import launch
+from . import _hopper_dkdv, _hopper_dq, _hopper_forward
+from ._tiles import LOG2E
+from .jagged_launch import Config, Operand, Problem
+
+_ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+WIDTHS = (64, 128)
+
+
+def fits(problem: Problem) -> bool:
+    """Whether these kernels compute it."""
+    q, v = problem.q.x, problem.v.x
+    shaped = q.shape[2] == v.shape[2] and q.shape[2] in WIDTHS and q.element_size() == 2
+    return shaped and problem.tma and problem.scale > 0 and not problem.has_bias and is_hopper(q.device.index)
+
+
+@lru_cache(maxsize=64)
+def is_hopper(device: int | None) -> bool:
+    """Whether a GPU has wgmma; the CPU, where kernels are interpreted, has not."""
+    return device is not None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@lru_cache(maxsize=4096)
+def _fields(shape: tuple[int, int], strides: tuple[int, int], dtype: torch.dtype, rows: int, cols: int) -> dict:
+    layout = gl.NVMMASharedLayout.get_default_for([rows, cols], _ELEMENTS[dtype])
+    block = {"block_shape": [rows, cols], "layout": layout, "padding": "zero", "round_f32_to_tf32": False}
+    return {"shape": shape, "strides": strides, **block}
+
+
+def _boxes(base: Tensor, shape: tuple[int, int], stride: int, rows: int, cols: int) -> TensorDescriptor:
+    """What `TensorDescriptor` gives, without its checks, which `Operand` has made."""
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor.__dict__.update(_fields(shape, (stride, 1), base.dtype, rows, cols), base=base)
+    return descriptor
+
+
+def _heads(operand: Operand, rows: int) -> TensorDescriptor:
+    """(T, heads * width) in boxes of `rows` of one head."""
+    x = operand.x
+    return _boxes(x, (x.shape[0], x.shape[1] * x.shape[2]), x.stride(0), rows, x.shape[2])
+
+
+def _launch(
+    kernel: Any, problem: Problem, config: Config, keys: bool, tensors: tuple[Tensor, ...], args: tuple[Any, ...],
+    constants: tuple[Any, ...],
+) -> None:  # fmt: skip
+    device, x = problem.q.x.device.index, problem.k.x if keys else problem.q.x
+    constants = problem.causal, problem.window is not None, *constants
+    key = kernel.__name__, x.dtype, config, constants, tuple(t.data_ptr() % 16 == 0 for t in tensors)
+    programs = config.programs(problem.entries[keys], x.shape[1], device)
+    launch(kernel, key, device, programs, (*args, problem.window or 0, *constants), warps=config.warps)
+
+
+def forward(problem: Problem, out: Tensor, lse: Tensor, config: Config) -> None:
+    """`jagged.forward` into out and lse."""
+    q, k, v, width = problem.q, problem.k, problem.v, problem.q.x.shape[2]
+    args = (
+        _heads(q, config.rows), _heads(k, config.block), _heads(v, config.block), k.x, v.x, out, lse, problem.schedule,
+        q.x.shape[1], problem.groups, k.stride8, v.stride8, problem.scale * LOG2E.value,
+    )  # fmt: skip
+    constants = config.rows, config.block, config.tiles, width, config.stages
+    tensors = k.x, v.x, out, lse, problem.schedule
+    _launch(_hopper_forward.forward_hopper_kernel, problem, config, False, tensors, args, constants)
+
+
+def dq(problem: Problem, do: Operand, o: Operand, lse: Tensor, stats: Any, dq: Tensor, config: Config) -> None:
+    """What `stats` holds, and dQ unless that is empty."""
+    q, k, v, width, s = problem.q, problem.k, problem.v, problem.q.x.shape[2], stats.x
+    args = (
+        *(_heads(x, config.rows) for x in (q, do, o)), _heads(k, config.block), _heads(v, config.block), k.x, v.x, lse,
+        s, dq if dq.numel() else q.x, problem.schedule, q.x.shape[1], problem.groups, k.stride8, v.stride8,
+        s.stride(0), stats.last_at, problem.scale, problem.scale * LOG2E.value,
+    )  # fmt: skip
+    constants = dq.numel() > 0, stats.block, config.rows, config.block, config.tiles, width, config.stages
+    tensors = k.x, v.x, lse, s, problem.schedule
+    _launch(_hopper_dq.dq_hopper_kernel, problem, config, False, tensors, args, constants)
+
+
+def dkdv(problem: Problem, do: Operand, stats: Any, dk: Tensor, dv: Tensor, config: Config) -> None:
+    """Of tiles of keys, dK and dV."""
+    q, k, v, width, s = problem.q, problem.k, problem.v, problem.q.x.shape[2], stats.x
+    args = (
+        _heads(q, config.block), _heads(do, config.block),
+        _boxes(s, (s.shape[0], s.shape[1]), s.stride(0), 1, config.block), _heads(k, config.rows),
+        _heads(v, config.rows), q.x, do.x, s, dk, dv, problem.schedule, 1 + problem.entries[0], q.x.shape[1],
+        q.stride8, do.stride8, s.stride(0), stats.last_at, problem.scale, problem.scale * LOG2E.value,
+    )  # fmt: skip
+    constants = problem.groups, config.rows, config.block, config.tiles, width, config.stages
+    tensors = q.x, do.x, s, dk, dv, problem.schedule
+    _launch(_hopper_dkdv.dkdv_hopper_kernel, problem, config, True, tensors, args, constants)
