@@ -27,11 +27,12 @@ from torch import Tensor, nn
 
 from . import backends
 from .api import apply_recipe
-from .backends.table import CORE_OPS, EPILOGUE_OPS
+from .backends.table import CORE_OPS, EPILOGUE_OPS, JAGGED_OPS
 from .config import LinearPrecision
 from .fused import reference, reference_ops
 from .fused.spec import QuantSpec
 from .recipe_files import load_recipe, recipe_names
+from .selftest_attention import MASKS, check_blocks, check_generalized, check_jagged
 from .selftest_gemms import check_dact, check_epilogues, check_hopper_epilogues, check_linear, check_portable
 from .selftest_places import (
     ACTIVATIONS,
@@ -79,7 +80,7 @@ def missing(place: Place) -> list[str]:
         return lines
     choice = backends.choose(torch.device("cuda"))
     lines = [f"Backend {choice.backend}: {choice}."] if choice.emulates else []
-    checked = {*CORE_OPS, *EPILOGUE_OPS, "matmul"}
+    checked = {*CORE_OPS, *EPILOGUE_OPS, *JAGGED_OPS, "jagged_schedule", "matmul"}
     unchecked = [op for op in backends.ops() if op not in checked and backends.has(op, choice.backend)]
     if unchecked and choice.backend != "reference":
         lines.append(f"Not checked: {', '.join(unchecked)}.")
@@ -113,6 +114,9 @@ def checks(place: Place) -> dict[str, Callable[[Place], Measures]]:
             found["gemm, derivatives of activations"] = check_dact
         if place.backend == "hopper":
             found["gemm, Hopper's epilogues"] = check_hopper_epilogues
+        found |= {f"attention, {mask}": _bound(check_jagged, mask) for mask in MASKS}
+        found |= {f"attention, {kind}": _bound(check_generalized, kind) for kind in ("gelu", "silu")}
+        found |= {f"attention, blocks of {size}": _bound(check_blocks, size) for size in (32, 64, 128)}
     found["format"] = check_format
     return found
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mxfp8_recipe import selftest, selftest_gemms
+from mxfp8_recipe import selftest, selftest_attention, selftest_gemms
 from mxfp8_recipe.cli import app
 from mxfp8_recipe.fused.spec import QuantSpec
 from mxfp8_recipe.selftest import Outcome
@@ -28,6 +28,12 @@ OPS = {
     "gemm": lambda: selftest_gemms.check_linear(CPU, "mxfp8"),
     "gemm_epilogue": lambda: selftest_gemms.check_epilogues(CPU),
     "gemm_dact": lambda: selftest_gemms.check_dact(CPU),
+    "jagged_forward": lambda: selftest_attention.check_jagged(CPU, "full"),
+    "jagged_backward": lambda: selftest_attention.check_jagged(CPU, "causal"),
+    "generalized_forward": lambda: selftest_attention.check_generalized(CPU, "gelu"),
+    "generalized_backward": lambda: selftest_attention.check_generalized(CPU, "silu"),
+    "block_forward": lambda: selftest_attention.check_blocks(CPU, 64),
+    "block_backward": lambda: selftest_attention.check_blocks(CPU, 32),
 }
 
 
@@ -133,7 +139,7 @@ def test_every_core_op_has_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
     for check in OPS.values():
         list(check())
     blocks = {"quantize_and_sum", "matmul"}  # by the blocks, whose fused and unfused forms call them
-    assert called | blocks >= set(selftest.CORE_OPS)
+    assert called | blocks >= {*selftest.CORE_OPS, *selftest.EPILOGUE_OPS, *selftest.JAGGED_OPS}
 
 
 def test_a_check_runs_interpreted_in_a_process_of_its_own() -> None:

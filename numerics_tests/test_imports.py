@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
     ("cli",),
-    ("doctor", "selftest", "selftest_gemms", "selftest_places", "ab", "bench"),
+    ("doctor", "selftest", "selftest_attention", "selftest_gemms", "selftest_places", "ab", "bench"),
     ("monitors", "distributed"),
     ("api",),
     (
