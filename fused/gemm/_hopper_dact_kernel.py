@@ -7,7 +7,7 @@ A tile is 128 tokens x 128 features, so that it holds every scale whole. Two war
 multiplies while the other is busy with what follows, which takes about as long. z comes by TMA a tile ahead. y takes
 its place in shared memory and then dz does; both are read from there by columns, as the memory-bound kernels do it
 (`_staged`), and become transposed qdata in place. Row-wise qdata is made from registers, where a thread has a block
-of 32 (`_hopper_epilogue_kernel`).
+of 32 (`_hopper_dealt`).
 
 SASS instructions an element: 37 for GELU and every output, 30 of these without y, 28 for SiLU, 43 for SwiGLU.
 """
@@ -23,7 +23,7 @@ from .._activation_math import act_and_slope
 from .._device import inv_scale, pack, unpack
 from .._staged import column_words, emit_tile
 from ._gluon import barrier, tma_load
-from ._hopper_epilogue_kernel import (
+from ._hopper_dealt import (
     accumulate,
     block_amax,
     over_row,

@@ -50,7 +50,7 @@ def unit_at(u, M, N, K, steps, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.con
 
 @gluon.jit
 def load_columns(desc, col, k, full, smem):
-    """128 rows of b, in order or as `hopper_epilogue.dealt` moves them."""
+    """128 rows of b, in order or as `hopper_epilogue.dealt` or `gate_first` move them."""
     if smem.rank == 2:
         tma_load(desc, [col, k], full, smem)
     elif smem.rank == 4:
@@ -241,8 +241,6 @@ def in_order(p, shape: gl.constexpr, DEAL: gl.constexpr):
     """
     if DEAL == "blocks":
         p = gl.permute(p.reshape([64, 16, 4, 2]), (0, 2, 1, 3))
-    elif DEAL == "pairs":
-        p = gl.permute(p.reshape([64, 16, 2, 2, 2]), (0, 2, 4, 3, 1))
     return p.reshape(shape)
 
 

@@ -155,7 +155,7 @@ def _run(
     word = sa.element_size()
     programs = min(hopper._processors(a.device.index), -(-m // TILE) * -(-n // TILE))
     args = (
-        a_desc, dealt(b, False), *highs, *rows, sa, sb, partial, *pointers,
+        a_desc, dealt(b), *highs, *rows, sa, sb, partial, *pointers,
         m, n, a.shape[1], plan.stride_t, sa.stride(0) * word, sb.stride(0) * word, -(-a.shape[1] // hopper.STEP),
         *constants,
     )  # fmt: skip
