@@ -81,7 +81,7 @@ class Launch:
     @property
     def is_hopper(self) -> bool:
         """Whether it multiplies with wgmma, which no other GPU has."""
-        return self.kernel.startswith(("gemm_", "gdpa_hopper_")) or "_hopper_" in self.kernel
+        return self.kernel.startswith("gemm_") or "_hopper_" in self.kernel
 
 
 @dataclass(frozen=True)
