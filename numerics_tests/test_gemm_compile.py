@@ -39,6 +39,7 @@ PRODUCTION = [
     (COLUMN, hopper.COLUMNS_LOW, torch.float32, False, True),
     (FINE, hopper.FINE_WIDE, torch.bfloat16, False, False),
     (FINE, hopper.FINE, torch.bfloat16, True, False),
+    (FINE, hopper.FINE, torch.float32, False, True),
     (FINE_COLUMN, hopper.FINE, torch.bfloat16, False, False),
     (FINE_COLUMN, hopper.FINE, torch.float32, True, True),
 ]
@@ -80,7 +81,7 @@ def stack_bytes(cubin: bytes, folder: Path) -> int:
     return max(int(n) for n in re.findall(r"STACK:(\d+)", report.stdout))
 
 
-ROLE_STACK = 16
+ROLE_STACK = 24
 """Bytes a thread that triton 3.9 may put aside before a role's loop: nothing is stored inside it, one word read."""
 
 

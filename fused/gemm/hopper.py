@@ -92,9 +92,10 @@ COLUMNS = Config(
 COLUMNS_LOW = Config(
     consumers=2, subtiles=1, stages=4, stages_fp32=4, registers=216, loader_registers=72, step_us=0.6
 )  # fmt: skip
-# Promotion every 32 takes as many cycles as the products, and hides behind none of them: both write a register an
-# element (1786 MHz under load: 64 cycles of wgmma, 64 of multiply-adds, 34 of scales and control). A third warpgroup
-# fills the gaps (8192^3: 789 TFLOP/s against 695).
+# Promotion every 32 takes as many cycles as the products and hides behind none of them, whichever warpgroup it is for:
+# 64 cycles of wgmma and 69 of multiply-adds alone come to 137 together, so what scales and control add is all there is
+# to save. A third warpgroup fills the gaps (8192^3: 826 TFLOP/s against 718); two with two sets of partial sums, whose
+# promotion lies under the next product, or with factors multiplied by the loader, gain nothing (695, 752).
 FINE_WIDE = Config(
     consumers=3, subtiles=1, stages=4, stages_fp32=0, registers=152, loader_registers=56, step_us=1.1
 )  # fmt: skip
