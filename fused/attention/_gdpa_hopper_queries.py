@@ -85,25 +85,6 @@ def step(
 
 
 @gluon.jit
-def last_step(
-    q, do, k, v, w, before, acc, order, turns, both, before_empty, keep, hidden, scale,
-    W: gl.constexpr, KIND: gl.constexpr, FOLD: gl.constexpr, SLOPE: gl.constexpr, FROM: gl.constexpr,
-    LO: gl.constexpr,
-):  # fmt: skip
-    """The last block of several, from row FROM on, and its product."""
-    SIZE: gl.constexpr = k.shape[0] - FROM
-    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SIZE, 16])
-    k = k.slice(FROM, SIZE, 0)
-    v = v.slice(FROM, SIZE, 0)
-    p, acc, turns = step(q, do, k, v, w, before, acc, order, turns, both, scale, W, KIND, FOLD, SLOPE)
-    mbarrier.arrive(before_empty, count=1, pred=not keep)
-    w = as_operand(hide(p, hidden - FROM, L), k.dtype, LO)
-    acc = warpgroup_mma(w, k if SLOPE else v, acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    return acc, turns
-
-
-@gluon.jit
 def multiply_units(
     q_smem, do_smem, k_smem, v_smem, tile_full, tile_empty, full, empty, order, out_desc, buffer, out_ptr, schedule_ptr,
     skipped, count, H, scale, out_scale,
@@ -146,8 +127,8 @@ def multiply_units(
                 else:
                     s = warpgroup_mma_wait(0, deps=(s,))
                     dp = s
-                p = hide(factors(s, dp, scale, KIND, FOLD, SLOPE), gl.where(blocks == 1, hidden, 0), L)
-                for _ in range(2, blocks):
+                p = factors(s, dp, scale, KIND, FOLD, SLOPE)
+                for _ in range(1, blocks):
                     w = as_operand(p, k_smem.dtype, LO)
                     i += 1
                     mbarrier.wait(full.index(i % NS), (i // NS) & 1)
@@ -156,26 +137,9 @@ def multiply_units(
                         order, turns, both, scale, W, KIND, FOLD, SLOPE,
                     )  # fmt: skip
                     mbarrier.arrive(empty.index((i + NS - 1) % NS), count=1, pred=not keep)
-                w = as_operand(p, k_smem.dtype, LO)
-                if blocks > 1:
-                    i += 1
-                    mbarrier.wait(full.index(i % NS), (i // NS) & 1)
-                    k = k_smem.index(i % NS)
-                    v = v_smem.index(i % NS)
-                    before = (i + NS - 1) % NS
-                    if hidden >= BN // 2:  # half of it is a block, too
-                        acc, turns = last_step(
-                            q, do, k, v, w, values.index(before), acc, order, turns, both, empty.index(before), keep,
-                            hidden, scale, W, KIND, FOLD, SLOPE, BN // 2, LO,
-                        )  # fmt: skip
-                    else:
-                        acc, turns = last_step(
-                            q, do, k, v, w, values.index(before), acc, order, turns, both, empty.index(before), keep,
-                            hidden, scale, W, KIND, FOLD, SLOPE, 0, LO,
-                        )  # fmt: skip
-                else:
-                    acc = warpgroup_mma(w, values.index(i % NS), acc, is_async=True)
-                    acc = warpgroup_mma_wait(0, deps=(acc,))
+                w = as_operand(hide(p, hidden, L), k_smem.dtype, LO)
+                acc = warpgroup_mma(w, values.index(i % NS), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(empty.index(i % NS), count=1, pred=not keep)
                 i += 1
             if RUN > 1:
