@@ -2,6 +2,8 @@
 
 import gluon_values as values  # isort: skip  (chooses Triton's interpreter)
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from mxfp8_recipe.fused.gemm import _hopper_dact_kernel as dact_kernel
 from mxfp8_recipe.fused.gemm import _hopper_epilogue_kernel as kernel
 from mxfp8_recipe.fused.gemm import _hopper_kernel as plain_kernel
 from mxfp8_recipe.fused.gemm import hopper_epilogue
+from mxfp8_recipe.fused.gemm.epilogue import interleave
 from mxfp8_recipe.fused.spec import Elem, QuantSpec, ScaleRounding
 
 BF16 = torch.bfloat16
@@ -48,16 +51,20 @@ def bf16_of(boxes: values.Boxes) -> Tensor:
     return boxes.values.view(BF16)
 
 
-def check_columns(across: int) -> None:
+def check_columns(across: int, deal: str) -> None:
     """TMA's order of b's rows and the kernel's order of columns cancel, with every column under its own scale."""
     b = torch.arange(128, dtype=torch.float32).view(128, 1).expand(128, 16).contiguous()
-    box = hopper_epilogue.dealt(b)
+    box = hopper_epilogue.dealt(b, deal == "pairs")
     first = [n if i else min(n, box.block_shape[i]) for i, n in enumerate(box.block_shape)]
     rows = b.as_strided(first[:-1], box.strides[:-1]).flatten().long()
     assert sorted(rows.tolist()) == list(range(128))
     for thread in range(4):  # of 8 columns, wgmma gives each of a row's four threads two
         mine = rows.view(16, 4, 2)[:, thread].flatten().tolist()
-        assert mine == list(range(32 * thread, 32 * thread + 32))
+        if deal == "blocks":
+            assert mine == list(range(32 * thread, 32 * thread + 32))
+        else:
+            gates = {64 * (thread // 2) + 16 * (thread % 2) + j for j in range(16)}
+            assert set(mine) == gates | {row + 32 for row in gates}
     product, held = torch.randn(64, 128), torch.randn(64, 128)
     sa, sb = (torch.exp2(torch.randint(-9, 9, (n,)).float()) for n in (64, 128 // across))
     columns = 2 if across == 1 else across
@@ -68,87 +75,73 @@ def check_columns(across: int) -> None:
     def body(*_: object) -> None:
         shape = [64, 128 // columns, columns]
         args = (values.block(t) for t in (held.view(shape), product[:, rows].contiguous(), sa, given))
-        found.append(values.array(values.values_of(plain_kernel.promote)(*args, across, "blocks")))
+        found.append(values.array(values.values_of(plain_kernel.promote)(*args, across, deal)))
 
     values.run(body)
     expected = held + product * sb.repeat_interleave(across) * sa[:, None]
-    same(found[0].view(64, 128), expected, f"promotion {across}")
+    same(found[0].view(64, 128), expected, f"promotion {across} {deal}")
 
 
-def check_gate_first(across: int) -> None:
-    """TMA and the kernel agree on where the rows of gate and of up go, and with them scales and biases."""
-    b = torch.arange(256, dtype=torch.float32).view(256, 1).expand(256, 16).contiguous()
-    box = hopper_epilogue.gate_first(b)
-    assert list(box.shape[:-1]) == [2, 4, 1, 32], "four groups of each"
-    rows = b.as_strided(box.block_shape[:-1], box.strides[:-1], 2 * box.strides[1]).flatten().long() - 128
-    gate, up = torch.arange(32), torch.arange(32, 64)
-    assert torch.equal(rows, torch.cat((gate, gate + 64, up, up + 64)))
-    given, found = torch.arange(128 // across).float(), []
-    values.run(lambda *_: found.append(values.array(values.values_of(kernel.gate_first)(values.block(given), True))))
-    assert torch.equal(found[0], rows[::across] // across)
-
-
-def park(*panels: Tensor) -> values.Shared:
-    """Panels (64, 64) of bf16 one after another, in units of 16 rows."""
-    return values.Shared(torch.cat([panel.contiguous().view(torch.int32).view(4, 16, 32) for panel in panels]))
-
-
-def finish(
-    parked: values.Shared, pieces: int, features: int, rows: int, col: int, more: Tensor | None, spec: QuantSpec | None,
-    halves: int, gated: bool, kind: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """y, qdata and scale of (rows, features) that all pieces of a tile at column `col` write, after 8 idle units."""
-    y = torch.zeros(rows, features // 2, dtype=torch.int32)
-    q, scale = torch.zeros(rows, features // 8, dtype=torch.int64), torch.zeros(rows, features // 32, dtype=torch.uint8)
-    given = y if more is None else more.view(torch.int32)
-    idle = torch.full((8, 16, 32), -1, dtype=torch.int32)
-    parked = values.Shared(torch.cat((idle, parked.values)))
-
-    def body(more_ptr, y_ptr, q_ptr, s_ptr, _e, _f, _g, _h, _i, row, col, m, n) -> None:
-        for piece in range(pieces):
-            values.values_of(kernel.finish_piece)(
-                parked, 8, piece, more_ptr, y_ptr, q_ptr, s_ptr, row, col, m, n, n,
-                halves, gated, kind, more is not None, True, *flags(spec),
-            )  # fmt: skip
-
-    values.run(body, given, y, q, scale, col=col, size=(rows, features))
-    return y.view(BF16), q.view(torch.uint8), scale
-
-
-def check_plain(kind: str, spec: QuantSpec | None, residual: bool, features: int) -> None:
-    """Two ragged tiles of 64 rows at the edge of (100, features), the second of their row."""
-    z, rows, col = sums(128, 128).bfloat16(), 100, 128
-    z[:, features:] = 0
+def check_plain(kind: str, spec: QuantSpec | None, bias: bool, residual: bool, features: int) -> None:
+    """A ragged tile at the edge of (50, features), the second of its row."""
+    acc, rows, col = sums(64, 128), 50, 128
     width, here = col + features, slice(col, col + features)
-    more = torch.randn(rows, width).bfloat16() if residual else None
-    parked = park(*(z[row : row + 64, at : at + 64] for row in (0, 64) for at in (0, 64)))
-    found_y, found_q, scale = finish(parked, 8, width, rows, col, more, spec, 1, False, kind)
-    y = z[:rows, :features]
-    if kind:
-        y = activation_quantize.activation_quantize(y, None, kind, BF16, None, None, True)[0]
-    if more is not None:
+    added = torch.randn(128)
+    added[features:] = 0
+    acc[:, features:] = 0
+    more = torch.randn(rows, width).bfloat16()
+    z_box, y_box, q_box = values.Boxes(rows, width // 2), values.Boxes(rows, width // 2), values.Boxes(rows, width // 4)
+    scale = torch.zeros(rows, width // 32, dtype=torch.uint8)
+
+    def body(more_ptr, s_ptr, _c, _d, _e, _f, _g, _h, _i, row, col, m, n) -> None:
+        values.values_of(kernel.finish)(
+            values.block(acc.clone()), values.block(added), values.Shared(torch.zeros(64, 64, dtype=torch.int32)),
+            more_ptr, z_box, y_box, q_box, s_ptr, row, col, m, n, n,
+            bias, kind, residual, True, True, *flags(spec),
+        )  # fmt: skip
+
+    values.run(body, more.view(torch.int32), scale, col=col, size=(rows, width))
+    z = (acc + added if bias else acc)[:rows, :features].bfloat16()
+    y = z if not kind else activation_quantize.activation_quantize(z, None, kind, BF16, None, None, True)[0]
+    if residual:
         y = (y.float() + more[:, here].float()).bfloat16()
-    what = f"{kind} {spec} residual={residual} features={features}"
-    same(found_y[:, here], y, f"y {what}")
+    what = f"{kind} {spec} bias={bias} residual={residual} features={features}"
+    same(bf16_of(z_box)[:, here], z, f"z {what}")
+    same(bf16_of(y_box)[:, here], y, f"y {what}")
     if spec is not None:
-        q, s = quantize.quantize_both(y.contiguous(), spec, None)[:2]
-        same(found_q[:, here], q, f"qdata {what}")
+        q, s = quantize.quantize_both(y, spec, None)[:2]
+        same(q_box.values.view(torch.uint8)[:, here], q, f"qdata {what}")
         same(scale[:, col // 32 :], s, f"scale {what}")
-    for untouched in (found_y[:, :col], found_q[:, :col], scale[:, : col // 32]):
-        assert not untouched.any(), what
 
 
 def check_gated(kind: str, spec: QuantSpec, halves: int) -> None:
     """`halves` times 64 features of gate and up in one tile."""
     features, rows = 64 * halves, 50
-    gate, up = sums(64, features).bfloat16(), sums(64, features).flip(0).bfloat16()
-    parked = park(*(x[:, at : at + 64] for at in range(0, features, 64) for x in (gate, up)))
+    gate, up = sums(64, features), sums(64, features).flip(0)
+    acc = interleave(gate.t().contiguous(), up.t().contiguous()).t().contiguous()
+    added = torch.randn(2, features)
+    bias = interleave(added[0], added[1])
+    boxes = [values.Boxes(rows, features // 2) for _ in range(3)]
+    q_box, scale = values.Boxes(rows, features // 4), torch.zeros(rows, features // 32, dtype=torch.uint8)
     inner = reference_ops.GATED_KINDS[kind]
-    found_y, found_q, scale = finish(parked, 4, features, rows, 0, None, spec, halves, True, inner)
-    y, q, s, *_ = activation_quantize.activation_quantize(up[:rows], gate[:rows], kind, BF16, spec, None, True)
+
+    def body(s_ptr, _b, _c, _d, _e, _f, _g, _h, _i, row, col, m, n) -> None:
+        buffers = [values.Shared(torch.zeros(64, 32, dtype=torch.int32)) for _ in range(2)]
+        tiles = [(acc[:, at : at + 128].contiguous(), bias[at : at + 128]) for at in (0, 128 * (halves - 1))]
+        values.values_of(kernel.finish_gated)(
+            *(values.block(acc) for acc, _ in tiles), *(values.block(bias) for _, bias in tiles), *buffers,
+            boxes[0], boxes[1], boxes[2], q_box, s_ptr, row, col, m, n,
+            True, inner, True, True, *flags(spec), halves,
+        )  # fmt: skip
+
+    values.run(body, scale, size=(rows, features))
+    gate, up = (gate + added[0])[:rows].bfloat16(), (up + added[1])[:rows].bfloat16()
+    y, q, s, *_ = activation_quantize.activation_quantize(up, gate, kind, BF16, spec, None, True)
     what = f"{kind} {spec} {halves}"
-    same(found_y, y, f"y {what}")
-    same(found_q, q, f"qdata {what}")
+    same(bf16_of(boxes[0]), gate, f"gate {what}")
+    same(bf16_of(boxes[1]), up, f"up {what}")
+    same(bf16_of(boxes[2]), y, f"y {what}")
+    same(q_box.values.view(torch.uint8), q, f"qdata {what}")
     same(scale, s, f"scale {what}")
 
 
@@ -232,13 +225,12 @@ def check_gated_dact(kind: str, spec: QuantSpec) -> None:
 
 def main() -> None:
     torch.manual_seed(0)
-    for across in (1, 32, 128):
-        check_columns(across)
-    for across in (1, 2, 32):
-        check_gate_first(across)
+    for across, deal in itertools.product((1, 32, 128), ("blocks", "pairs")):
+        if across < 128 or deal == "blocks":
+            check_columns(across, deal)
     for i, kind in enumerate((*reference_ops.PLAIN_KINDS, "")):
-        check_plain(kind, SPECS[i % 4], i % 3 == 2, 96)
-    check_plain("gelu", None, True, 128)
+        check_plain(kind, SPECS[i % 4], i % 2 == 0, i % 3 == 2, 96)
+    check_plain("gelu", None, True, True, 128)
     for i, kind in enumerate(reference_ops.GATED_KINDS):
         check_gated(kind, SPECS[i], 1 if SPECS[i].tile[1] == 32 else 2)
     for i, kind in enumerate(reference_ops.PLAIN_KINDS):

@@ -2,8 +2,11 @@
 
 wgmma deals the columns of its result to the four threads of a row two at a time, so a block of 32, which shares a
 scale, would lie in four threads. TMA therefore puts the rows of b into shared memory in another order
-(`hopper_epilogue.dealt`), such that thread t has columns 32 t .. 32 t + 31: its amax takes no exchange, its qdata two
-stores. Sums are the same to the bit: which column a sum stands in changes nothing in it.
+(`hopper_epilogue.dealt`), such that a thread gets whole blocks:
+
+    blocks: thread t has columns 32 t .. 32 t + 31, one block; its amax takes no exchange, its qdata two stores
+
+Sums are the same to the bit: which column a sum stands in changes nothing in it.
 """
 
 from __future__ import annotations

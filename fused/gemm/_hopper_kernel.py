@@ -39,6 +39,8 @@ def in_order(p, shape: gl.constexpr, DEAL: gl.constexpr):
     """
     if DEAL == "blocks":
         p = gl.permute(p.reshape([64, 16, 4, 2]), (0, 2, 1, 3))
+    elif DEAL == "pairs":
+        p = gl.permute(p.reshape([64, 16, 2, 2, 2]), (0, 2, 4, 3, 1))
     return p.reshape(shape)
 
 

@@ -58,20 +58,17 @@ class Config:
     def cols(self) -> int:
         return self.columns * 128
 
-    def period(self, variant: hopper.Variant, k: int) -> int:
-        """Products between two pieces of what follows the sum: all fit under a tile's products, if K is long enough."""
-        products = -(-k // hopper.STEP) * (hopper.STEP // variant.chunk) * self.columns  # of 64 rows
-        return max(n for n in (1, 2, 4) if n == 1 or 4 * n <= products)
 
-
-# Chosen by counting, not yet by measuring. Three warpgroups of 152 registers put a few words aside around a piece.
+# Chosen by counting, not yet by measuring: instructions of the epilogue, registers, shared memory. Three warpgroups up
+# to four steps apart hide an epilogue of 18 instructions an element behind the others' products; 152 registers hold
+# the sum and the epilogue without a spill from triton 3.6 to 3.9, 144 do not.
 WIDE = Config(consumers=3, stages=4, registers=152, loader_registers=56)
 # From K = 2048 on, 256 rows are faster without an epilogue, whose share falls with K: operands are read less often.
 TALL = Config(consumers=2, subtiles=2, stages=3, registers=224, loader_registers=56)
 # A residual, a scale per column or a promotion every 32 of K need more registers than three warpgroups leave.
 NARROW = Config(consumers=2, stages=4, registers=216, loader_registers=72)
 # A scale over 128 features of gate and up spans 256 columns, which two warpgroups have registers for.
-PAIRS = Config(consumers=2, columns=2, stages=3, registers=224, loader_registers=56)
+PAIRS = Config(consumers=2, columns=2, stages=3, registers=216, loader_registers=72)
 
 
 def choose(variant: hopper.Variant, residual: bool, gated: bool, block: int, k: int) -> Config:
@@ -176,15 +173,14 @@ def _run(
     added = sa if bias is None else bias.contiguous()
     more = sa if residual is None else aligned_rows(residual).view(torch.int32)
     a_desc = hopper._descriptor(a, BOX, hopper.STEP)
-    b_desc = gate_first(b) if epilogue.gated else hopper._descriptor(b, hopper.COLS, hopper.STEP)
-    width = hopper.COLS // 2 if epilogue.gated else hopper.COLS
-    sums = [hopper._descriptor(out, BOX, width) if wanted else a_desc for out, wanted in zip((z, gate), asked)]
-    qdata, scale = (plan.outputs[0].view(torch.int64), plan.outputs[1]) if plan.any else (sa, sa)
-    constants = constants_of(variant, config, bias is not None, residual is not None, epilogue, plan.flags, k)
+    width = 32 if epilogue.gated else 64  # words of a box of 16-bit outputs
+    highs = [words_descriptor(out, width) if wanted else a_desc for out, wanted in zip((z, gate, y), asked)]
+    q_desc = words_descriptor(plan.outputs[0], width // 2) if plan.any else a_desc
+    constants = constants_of(variant, config, bias is not None, residual is not None, epilogue, plan.flags)
     word = sa.element_size()
     programs = min(hopper._processors(a.device.index), -(-m // config.rows) * -(-rows // config.cols))
     args = (
-        a_desc, b_desc, *sums, sa, sb, added, more, y.view(torch.int32) if epilogue.emit_high else sa, qdata, scale,
+        a_desc, dealt(b, epilogue.gated), *highs, q_desc, sa, sb, added, more, plan.outputs[1] if plan.any else sa,
         m, rows, k, sa.stride(0) * word, sb.stride(0) * word, 2 * more.stride(0), -(-k // hopper.STEP), *constants,
     )  # fmt: skip
     launch(gemm_epilogue_kernel, (a.dtype, b.dtype, added.dtype, constants), a.device.index, programs, args, warps=4)
@@ -192,29 +188,16 @@ def _run(
 
 
 def constants_of(
-    variant: hopper.Variant, config: Config, bias: bool, residual: bool, epilogue: Epilogue, flags: dict[str, Any],
-    k: int,
+    variant: hopper.Variant, config: Config, bias: bool, residual: bool, epilogue: Epilogue, flags: dict[str, Any]
 ) -> tuple[Any, ...]:  # fmt: skip
     """The kernel's compile-time arguments, in its order."""
     kind = epilogue.activation or ""
     return (
         config.consumers, config.subtiles, config.columns, variant.across, hopper.STEP // variant.chunk, config.stages,
-        config.group, config.period(variant, k), config.registers, config.loader_registers, epilogue.gated,
+        config.group, config.registers, config.loader_registers, "pairs" if epilogue.gated else "blocks",
         bias, GATED_KINDS.get(kind, kind), residual, epilogue.emit_high, epilogue.emit_sum,
         flags["R_BC"], flags["R_E5"], flags["R_FLOOR"],
     )  # fmt: skip
-
-
-def gate_first(b: Tensor) -> TensorDescriptor:
-    """(R, K), rows of gate and up in turn by groups of 32, in boxes of 128 rows: two groups of gate, then two of up.
-
-    Row 64 i + 32 g + r of a box is row 64 g + 32 i + r of the matrix: a tensor of more dimensions, in another order
-    than that of its strides. Five dimensions, one of them idle, are what the loading warp takes such a box for.
-    """
-    (rows, k), ld = b.shape, b.stride(0)
-    block = (2, 2, 1, GROUP, hopper.STEP)
-    shape, strides = (2, rows // 64, 1, GROUP, k), (GROUP * ld, 64 * ld, ld, ld, 1)
-    return descriptor(b, shape, strides, block, gl.NVMMASharedLayout(128, 8, len(block)))
 
 
 def box_layout(words: int) -> Any:
@@ -228,16 +211,24 @@ def words_descriptor(x: Tensor, words: int, rows: int = BOX) -> TensorDescriptor
     return descriptor(x, tuple(x.shape), tuple(x.stride()), (rows, words), box_layout(words))
 
 
-def dealt(b: Tensor) -> TensorDescriptor:
-    """(R, K) in boxes of 128 rows, whose order in shared memory deals columns to threads as `_hopper_dealt` says.
+def dealt(b: Tensor, pairs: bool = False) -> TensorDescriptor:
+    """(R, K) in boxes of 128 rows, whose order in shared memory deals columns to threads as the kernels say.
 
-    Row 8 j + 2 t + i of a box is row 32 t + 2 j + i of the matrix: a tensor of more dimensions, in another order than
-    that of its strides.
+    Row 8 j + 2 t + i of a box is row 32 t + 2 j + i of the matrix, or with `pairs`, t being 2 t1 + t0, row
+    64 t1 + 32 i + 16 t0 + j: a tensor of more dimensions, in another order than that of its strides.
     """
     (rows, k), ld = b.shape, b.stride(0)
-    block = (16, 4, 2, hopper.STEP)
-    shape, strides = (16, rows // 32, 2, k), (2 * ld, 32 * ld, ld, 1)
+    if pairs:
+        shape, strides = (16, rows // 64, 2, 2, k), (ld, 64 * ld, 16 * ld, 32 * ld, 1)
+    else:
+        shape, strides = (16, rows // 32, 2, k), (2 * ld, 32 * ld, ld, 1)
+    block = dealt_block(pairs)
     return descriptor(b, shape, strides, block, gl.NVMMASharedLayout(128, 8, len(block)))
+
+
+def dealt_block(pairs: bool) -> tuple[int, ...]:
+    """Shape of a box of `dealt`."""
+    return (16, 2, 2, 2, hopper.STEP) if pairs else (16, 4, 2, hopper.STEP)
 
 
 def descriptor(
