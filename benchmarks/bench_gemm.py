@@ -69,8 +69,8 @@ EPILOGUES = (
     ("gelu", "bias, gelu, MXFP8 alone", (65536, 2048, 512)),
     ("swiglu", "swiglu, MXFP8", (65536, 2816, 1024)),
     ("swiglu", "swiglu, MXFP8 alone", (65536, 2816, 1024)),
-    ("gelu", "dgrad, gelu', MXFP8 twice, sums, y", (65536, 4096, 1024)),
-    ("swiglu", "dgrad, swiglu', MXFP8 twice, sums, y", (65536, 2816, 1024)),
+    ("silu", "dgrad, silu', MXFP8 twice, sums, y", (65536, 4096, 1024)),
+    ("relu", "dgrad, relu', MXFP8 twice, sums, y", (65536, 4096, 1024)),
 )
 """Activation, what follows the GEMM, and its shape: tokens x features of y x in. Unless MXFP8 comes alone, as without
 a backward, what the activation applies to is kept."""

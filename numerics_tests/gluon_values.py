@@ -152,6 +152,7 @@ REPLACED = {
     "barrier": _nothing,
     "fence_async_shared": _nothing,
     "tma": types.SimpleNamespace(store_wait=_nothing),
+    "load_z": _nothing,
     "tma_store": lambda desc, at, smem: desc.store(at, smem),
     "reinterpret": reinterpret,
     "mul_bf16x2": mul_bf16x2,

@@ -21,7 +21,6 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton compiles the kernels")
 
 from mxfp8_recipe.fused import reference, reference_ops  # noqa: E402
-from mxfp8_recipe.fused.activation_quantize import activation_backward  # noqa: E402
 from mxfp8_recipe.fused.gemm import apart, hopper, hopper_dact, hopper_epilogue  # noqa: E402
 from mxfp8_recipe.fused.gemm.dact import Dact  # noqa: E402
 from mxfp8_recipe.fused.gemm.epilogue import Epilogue, interleave, interleaved_tile, split  # noqa: E402
@@ -59,22 +58,6 @@ def test_what_the_kernels_leave_to_others() -> None:
     assert "span rows" in why(Epilogue(rowwise=QuantSpec(tile=(32, 32))), BF16, **plain)
     assert "256 columns" in why(Epilogue(activation="swiglu", rowwise=WIDE), BF16, across=1, residual=False)
     assert "residual" in why(Epilogue(activation="swiglu"), BF16, across=128, residual=True)
-    coarse, fine = hopper.variant_of((1, 128), (128, 128)), hopper.variant_of((1, 32), (1, 32))
-    every = Dact(activation="gelu", rowwise=WIDE, colwise=WIDE, act_colwise=WIDE, emit_high=False)
-    dtypes = (BF16, BF16, BF16)
-
-    def problem(
-        steps: Dact, variant: hopper.Variant = coarse, dtypes: Any = dtypes, tokens: int = 4096, packed: bool = False
-    ) -> str:
-        return hopper_dact.problem(steps, variant, dtypes, tokens, packed)
-
-    assert problem(every) == problem(Dact(activation="swiglu", emit_high=False)) == ""
-    assert "registers" in problem(every, fine)
-    assert "multiple of 4" in problem(every, tokens=4097)
-    assert "float32" in problem(every, dtypes=(BF16, torch.float32, BF16))
-    assert "dz itself" in problem(Dact(activation="gelu"))
-    assert "registers" in problem(Dact(activation="geglu", emit_high=False))
-    assert "one matrix" in problem(Dact(activation="swiglu", emit_high=False), packed=True)
 
 
 def test_a_config_follows_from_the_variant_and_k() -> None:
@@ -90,16 +73,20 @@ def test_a_config_follows_from_the_variant_and_k() -> None:
 
 @dataclass(frozen=True)
 class Built:
-    """A compiled launch: PTX, shared bytes, stack bytes a thread, and the opcodes of each multiplying warpgroup."""
+    """A compiled launch: PTX, shared bytes, stack bytes a thread, and the opcodes of each role of its warps."""
 
     ptx: str
     shared: int
     stack: int
     roles: list[list[str]]
 
+    @property
+    def multiplying(self) -> list[list[str]]:
+        return [role for role in self.roles if any(opcode.startswith("QGMMA") for opcode in role)]
+
     def after_products(self, elements: int) -> float:
         """Instructions an element, of `elements` a thread, of the longest way after the last product."""
-        return max(len(role) - _last(role, "QGMMA") for role in self.roles) / elements
+        return max(len(role) - _last(role, "QGMMA") for role in self.multiplying) / elements
 
 
 def _last(opcodes: list[str], name: str) -> int:
@@ -150,7 +137,7 @@ def build(call: Callable[[], object], tmp_path: Path) -> Built:
         ptx=compiled.asm["ptx"],
         shared=compiled.metadata.shared,
         stack=max(int(n) for n in re.findall(r"STACK:(\d+)", used)),
-        roles=[list(role.split()) for role in roles if "QGMMA" in role],
+        roles=[list(role.split()) for role in roles],
     )
 
 
@@ -168,19 +155,11 @@ def forward(kind: str) -> Callable[[], object]:
     )  # fmt: skip
 
 
-def backward() -> object:
-    steps = Dact(activation="gelu", rowwise=WIDE, colwise=WIDE, act_colwise=WIDE, emit_high=False, emit_bias=True)
-    return hopper_dact.gemm_dact(
-        *operands(24576, 1024, 512), torch.zeros(24576, 512, dtype=BF16), epilogue=steps, a_tile=(1, 128),
-        b_tile=(128, 128),
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("call", "sums", "instructions"),
-    # Instructions a sum of the product, counted with triton 3.6 and 3.9: 18.8 (one of them promotes), 8.0, 37.8.
-    [(forward("gelu"), 64, 19.5), (forward("swiglu"), 128, 8.5), (backward, 128, 38.5)],
-    ids=["gelu", "swiglu", "dgrad of gelu"],
+    # Instructions a sum of the product, counted with triton 3.6 and 3.9: 18.8 (one of them promotes), 8.0.
+    [(forward("gelu"), 64, 19.5), (forward("swiglu"), 128, 8.5)],
+    ids=["gelu", "swiglu"],
 )
 def test_launches_for_sm_90a(call: Callable[[], object], sums: int, instructions: float, tmp_path: Path) -> None:
     built = build(call, tmp_path)
@@ -190,7 +169,7 @@ def test_launches_for_sm_90a(call: Callable[[], object], sums: int, instructions
     assert built.after_products(sums) <= instructions
     # Newer triton computes addresses before the first tile and puts them aside; a tile stores four words at most.
     assert built.stack <= (0 if VERSION == (3, 6) else 256)
-    for role in built.roles:
+    for role in built.multiplying:
         first = next(i for i, opcode in enumerate(role) if opcode.startswith("QGMMA"))
         assert sum(opcode.startswith("STL") for opcode in role[first:]) <= (0 if VERSION == (3, 6) else 4)
 
@@ -276,31 +255,6 @@ def test_pairs_have_the_bits_of_two_products(shape: tuple[int, int, int], tiles:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("tiles", TILES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_dgrad_has_the_bits_of_separate_kernels(shape: tuple[int, int, int], tiles: str) -> None:
-    (m, n, k), (a_tile, b_tile) = shape, TILES[tiles]
-    a, sa = quantized(m, k, a_tile)
-    b, sb = quantized(n, k, b_tile)
-    z = torch.randn(m, n, device="cuda", dtype=BF16) * 2
-    spec = QuantSpec(tile=(1, a_tile[1]))
-    given: dict[str, Any] = {"a_tile": a_tile, "b_tile": b_tile}
-    grad_y = hopper.gemm(a, sa, b, sb, out_dtype=BF16, **given)
-    forms = ((spec, spec, spec, True), (spec, None, None, False), (None, spec, None, True), (spec, spec, None, False))
-    other = torch.randn(m, n, device="cuda", dtype=BF16) * 2
-    for kind, (row, col, again, bias) in itertools.product((*reference_ops.PLAIN_KINDS, "swiglu", "reglu"), forms):
-        gate = other if kind in reference_ops.GATED_KINDS else None
-        steps = Dact(
-            activation=kind, rowwise=row, colwise=col, act_colwise=again, emit_high=False, emit_bias=bias
-        )  # fmt: skip
-        poison((m, n), (m, n), (m, n))
-        found = hopper_dact.gemm_dact(a, sa, b, sb, z, gate, epilogue=steps, **given)
-        expected = activation_backward(grad_y, z, gate, kind, row, col, bias, again, emit_high=False)
-        same(found, expected, f"{kind} {row} {col} {again} {bias}")
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("gpu")
 def test_nan_and_inf_travel_as_they_do_apart() -> None:
     a, sa = quantized(20000, 512, (1, 128))
     b, sb = quantized(512, 512, (128, 128))
@@ -322,7 +276,7 @@ def test_replay_in_a_cuda_graph_and_empty_operands() -> None:
     z = torch.randn(20000, 512, device="cuda", dtype=BF16)
     given: dict[str, Any] = {"a_tile": (1, 128), "b_tile": (128, 128)}
     steps = Epilogue(activation="gelu", rowwise=WIDE, emit_high=False, emit_sum=True)
-    after = Dact(activation="gelu", rowwise=WIDE, colwise=WIDE, act_colwise=WIDE, emit_high=False, emit_bias=True)
+    after = Dact(activation="silu", rowwise=WIDE, colwise=WIDE, act_colwise=WIDE, emit_high=False, emit_bias=True)
 
     def both(rows: int = 20000) -> tuple[Tensor, ...]:
         return (
