@@ -28,11 +28,8 @@ def unit_at(u, M, N, K, steps, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.con
     """
     nm = (M + BM - 1) // BM
     nn = (N + BN - 1) // BN
-    split = 0
-    t = u
-    if u >= nm * nn:  # K is split
-        split = quotient(u, nm * nn)
-        t = u - split * (nm * nn)
+    split = quotient(u, nm * nn)
+    t = u - split * (nm * nn)
     group = quotient(t, GROUP * nn)
     t -= group * (GROUP * nn)
     rows = min(nm - group * GROUP, GROUP)
