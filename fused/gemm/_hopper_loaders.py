@@ -41,7 +41,7 @@ def unit_at(u, M, N, K, steps, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.con
 
 @gluon.jit
 def load_columns(desc, col, k, full, smem):
-    """128 rows of b, in order or as `hopper_epilogue.dealt` moves them."""
+    """128 rows of b, in order or as `hopper_epilogue.dealt` or `gate_first` move them."""
     if smem.rank == 2:
         tma_load(desc, [col, k], full, smem)
     elif smem.rank == 4:
