@@ -23,6 +23,13 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+_AUTOCAST = frozenset(
+    kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "ipu", "privateuseone")
+    if torch.amp.is_autocast_available(kind)
+)  # fmt: skip
+"""Device types that have autocast; asked once, since torch 2.11 cannot trace the question."""
+
+
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x.to(dtype)`, at no cost where nothing changes."""
     return x if x.dtype == dtype else x.to(dtype)
@@ -44,7 +51,7 @@ def layer_name(owner: Any, part: str, otherwise: str) -> str:
 
 def autocast_on(kind: str) -> bool:
     """Whether autocast is on for a device type."""
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return kind in _AUTOCAST and torch.is_autocast_enabled(kind)
 
 
 def draw_seed(device: torch.device) -> Tensor:
