@@ -1,6 +1,6 @@
 """Checks of block and generalized attention's kernels against the float64 definition, as functions that raise.
 
-`python gdpa_checks.py block|gdpa|hopper|pointwise cpu|cuda [share shares]`, on the CPU with TRITON_INTERPRET=1 in the
+`python gdpa_checks.py block|gdpa|pointwise cpu|cuda [share shares]`, on the CPU with TRITON_INTERPRET=1 in the
 environment, which Triton reads when it is imported. Every output buffer is poisoned first.
 """
 
@@ -18,21 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused.attention import _pointwise, block, gdpa, gdpa_backward, gdpa_hopper, jagged_reference, schedule
+from fused.attention import _pointwise, block, gdpa, gdpa_backward, gdpa_short, jagged_reference, schedule
 from fused.attention.activations import ACTIVATIONS, act, act_grad
 from fused.attention.bias import JaggedBias, log_time_bounds
 from fused.attention.block import tile_of
 from numerics_tests.attention_oracle import sqnr_db
-from numerics_tests.jagged_cases import (
-    CASES,
-    CROSS_CASES,
-    LONG_CASES,
-    MASKS,
-    SELF_CASES,
-    JaggedCase,
-    offsets_of,
-    tensors,
-)
+from numerics_tests.jagged_cases import CASES, CROSS_CASES, MASKS, SELF_CASES, JaggedCase, offsets_of, tensors
 from numerics_tests.kernel_checks import poisoned
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -40,7 +31,6 @@ LEAST_DB = {BF16: 50.0, FP16: 62.0}
 """Roundings of P or dS and of the result: measured 51.8 dB or more in bf16; in fp16 70 dB for block attention, and 65.7
 for generalized attention, whose activations are as good as bf16 asks for. Tables: 74 dB."""
 BY_NAME = {case.name: case for case in CASES}
-FEW_KEYS = JaggedCase(name="few-keys", q_lengths=(300, 0, 129, 5, 257), k_lengths=(70, 3, 0, 130, 200), groups=1)
 
 
 def agree(ours: Tensor, exact: Tensor, dtype: torch.dtype, what: str) -> None:
@@ -146,10 +136,9 @@ def check_gdpa(
     bias: bool = False,
     seeds: int = 0,
     pre_scale: float | None = None,
-    wanted: str = "qkvb",
     **mask: Any,
 ) -> None:
-    """Output and the gradients of one batch that are wanted. `seeds`: that many queries for every sample."""
+    """Output and every gradient of one batch. `seeds`: that many queries for every sample (`broadcast_q`)."""
     t = tensors(case, dtype=dtype, device=device)
     q, grad, q_offsets, max_q = t.q, t.grad_out, t.q_offsets, t.max_q
     if seeds:
@@ -167,9 +156,9 @@ def check_gdpa(
     operands = (q, t.k, t.v)
     with poisoned():
         out = gdpa.forward(*operands, *layout, tables, **options)
-        grads = gdpa_backward.backward(grad, *operands, *layout, tables, wanted=wanted, **options)
+        grads = gdpa_backward.backward(grad, *operands, *layout, tables, **options)
         if device == "cuda":
-            again = gdpa_backward.backward(grad, *operands, *layout, tables, wanted=wanted, **options)
+            again = gdpa_backward.backward(grad, *operands, *layout, tables, **options)
             assert all(torch.equal(a, b) for a, b in zip(grads, again)), f"{case}: gradients do not repeat"
     exact = [x.double() for x in operands]
     wide = None if tables is None else replace(tables, position=tables.position.double(), time=tables.time.double())
@@ -177,8 +166,15 @@ def check_gdpa(
     agree(out, jagged_reference.generalized_forward(*exact, *layout, wide, **options), dtype, f"{what} out")
     expected = jagged_reference.generalized_backward(grad.double(), *exact, *layout, wide, **options)
     for name, ours, theirs in zip(("dq", "dk", "dv", "dposition", "dtime"), grads, expected):
-        if name[1] in wanted or len(name) > 2:
-            agree(ours, theirs, dtype, f"{what} {name}")
+        agree(ours, theirs, dtype, f"{what} {name}")
+
+
+def check_short(*args: Any, **options: Any) -> None:
+    """`check_gdpa` of a batch whose forward is that of few keys."""
+    enough = mock.patch.object(gdpa_short, "processors", return_value=(4, True))
+    with enough, mock.patch.object(gdpa_short, "forward", wraps=gdpa_short.forward) as taken:
+        check_gdpa(*args, **options)
+    assert taken.called, "it took the other kernel"
 
 
 def check_schedule_of_another_mask(case: JaggedCase, device: str) -> None:
@@ -186,34 +182,27 @@ def check_schedule_of_another_mask(case: JaggedCase, device: str) -> None:
     t = tensors(case, dtype=BF16, device=device)
     options: dict[str, Any] = {"activation": "gelu", "pre_scale": 0.2, "post_scale": 1.0}
     outs = []
-    for causal in (False, True):
-        made = schedule.build(t.q_offsets, t.k_offsets, len(t.q), len(t.k), t.max_q, t.max_k, causal=causal)
-        outs.append(gdpa.forward(t.q, t.k, t.v, *t.layout, None, made, **options))
+    with mock.patch.object(gdpa_short, "processors", return_value=(4, True)):
+        for causal in (False, True):
+            made = schedule.build(t.q_offsets, t.k_offsets, len(t.q), len(t.k), t.max_q, t.max_k, causal=causal)
+            outs.append(gdpa.forward(t.q, t.k, t.v, *t.layout, None, made, **options))
     assert torch.equal(*outs)
 
 
-def check_isolation(
-    device: str, lengths: tuple[int, int, int], dim: int = 32, *, blocked: bool = True, wanted: str = "qkvb"
-) -> None:  # fmt: skip
-    """NaN in the middle sample changes no bit of the others, in outputs and the gradients that are wanted; of block
-    attention too if `blocked`.
-    """
-    case = JaggedCase(
-        name="isolation", q_lengths=lengths, k_lengths=lengths, heads=1, groups=1, dim=dim, value_dim=dim
-    )  # fmt: skip
+def check_isolation(device: str, lengths: tuple[int, int, int], max_k: int | None = None) -> None:
+    """NaN in the middle sample changes no bit of the others, in outputs and gradients, of either kind of attention."""
+    case = JaggedCase(name="isolation", q_lengths=lengths, k_lengths=lengths, heads=1, groups=1)
     t = tensors(case, dtype=BF16, device=device)
     middle = slice(lengths[0], lengths[0] + lengths[1])
     options: dict[str, Any] = {"activation": "gelu", "pre_scale": 0.2, "post_scale": 1.0}
-    layout = (t.q_offsets, t.k_offsets, t.max_q, t.max_k, None)
+    layout = (t.q_offsets, t.k_offsets, t.max_q, max_k or t.max_k, None)
 
     def run(operands: list[Tensor]) -> list[Tensor]:
         *qkv, grad = operands
-        grads = gdpa_backward.backward(grad, *qkv, *layout, wanted=wanted, **options)[:3]
-        found = [gdpa.forward(*qkv, *layout, **options), *(x for x in grads if x.dim() > 1)]
-        if blocked:
-            found.append(block.forward(*qkv, t.q_offsets, t.max_q, scale=0.2))
-            found += block.backward(grad, *qkv, t.q_offsets, t.max_q, scale=0.2)
-        return found
+        blocked = block.forward(*qkv, t.q_offsets, t.max_q, scale=0.2)
+        blocked_grads = block.backward(grad, *qkv, t.q_offsets, t.max_q, scale=0.2)
+        grads = gdpa_backward.backward(grad, *qkv, *layout, **options)[:3]
+        return [blocked, *blocked_grads, gdpa.forward(*qkv, *layout, **options), *grads]
 
     operands = [t.q, t.k, t.v, t.grad_out]
     clean = run(operands)
@@ -261,11 +250,15 @@ def gdpa_checks(device: str) -> Iterator[Callable[[], None]]:
     yield check(small, "gelu", seeds=37)
     yield check(small, "silu", seeds=3, bias=True, **MASKS["window"])
     yield check(BY_NAME["all-empty"], "gelu", seeds=5)
-    yield check(replace(FEW_KEYS, k_lengths=(9, 3, 0, 64, 9)), "silu", pre_scale=-0.1, seeds=140)
-    yield lambda: check_schedule_of_another_mask(FEW_KEYS, device)
+    short = JaggedCase(name="short", q_lengths=(300, 0, 129, 5, 257), k_lengths=(70, 3, 0, 130, 200), groups=1)
+    yield lambda: check_short(short, BF16, device)
+    yield lambda: check_short(replace(short, k_lengths=(70, 3, 0, 128, 70)), FP16, device, "silu")
+    few = replace(short, k_lengths=(9, 3, 0, 64, 9))
+    yield lambda: check_short(few, BF16, device, "silu", pre_scale=-0.1, seeds=140)
+    yield lambda: check_schedule_of_another_mask(short, device)
     yield check(replace(small, dim=48, value_dim=80))
     yield lambda: check_wanted(device)
-    yield lambda: check_isolation(device, (33, 40, 70))
+    yield lambda: check_isolation(device, (33, 40, 70), max_k=1024)
     yield lambda: check_isolation(device, (130, 3, 20))
     if device == "cuda":
         drawn = torch.randint(0, 700, (2, 120), generator=torch.Generator().manual_seed(0)).tolist()
@@ -280,36 +273,6 @@ def gdpa_checks(device: str) -> Iterator[Callable[[], None]]:
         yield lambda: check_gdpa(short, BF16, device)
         yield lambda: check_gdpa(wide, BF16, device, bias=True)
         yield lambda: check_gdpa(wide, BF16, device, seeds=32)
-
-
-def check_runs(case: JaggedCase, device: str) -> None:
-    """Programs take several tiles of a sample in a row, and next one without keys or with as many as fit; the order of
-    the schedule changes nothing.
-    """
-    with mock.patch.object(gdpa_hopper, "run_of", return_value=4):
-        check_gdpa(case, BF16, device, wanted="q")
-        check_schedule_of_another_mask(case, device)
-
-
-def hopper_checks(device: str) -> Iterator[Callable[[], None]]:
-    """Batches as Hopper's kernel takes them, heads of 128: see `gdpa_hopper.takes`."""
-    wanted = "q" if device == "cpu" else "qkvb"
-
-    def wide(case: JaggedCase) -> JaggedCase:
-        return replace(case, dim=128, value_dim=128)
-
-    def check(case: JaggedCase, *args: Any, dtype: torch.dtype = BF16, **options: Any) -> Callable[[], None]:
-        return lambda: check_gdpa(wide(case), dtype, device, *args, wanted=wanted, **options)
-
-    for case in LONG_CASES if device == "cpu" else (*LONG_CASES, *SELF_CASES, *CROSS_CASES):
-        yield check(case)
-    yield check(BY_NAME["all-empty"])
-    yield check(FEW_KEYS, "silu", pre_scale=-0.1)
-    yield check(FEW_KEYS, "silu", dtype=FP16)
-    few = replace(FEW_KEYS, q_lengths=(900, 600, 128, 700, 1), k_lengths=(130, 256, 0, 31, 64))
-    yield lambda: check_runs(wide(few), device)
-    for lengths in ((33, 90, 70), (130, 3, 100)):
-        yield lambda lengths=lengths: check_isolation(device, lengths, 128, blocked=False, wanted=wanted)
 
 
 @triton.jit
@@ -347,7 +310,7 @@ def pointwise_checks(device: str) -> Iterator[Callable[[], None]]:
             yield lambda activation=activation, scale=scale: check_pointwise(activation, scale, device)
 
 
-CHECKS = {"block": block_checks, "gdpa": gdpa_checks, "hopper": hopper_checks, "pointwise": pointwise_checks}
+CHECKS = {"block": block_checks, "gdpa": gdpa_checks, "pointwise": pointwise_checks}
 
 
 def run(group: str, device: str, share: int = 0, shares: int = 1) -> None:

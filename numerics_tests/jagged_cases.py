@@ -94,6 +94,17 @@ CROSS_CASES = (
 
 CASES = SELF_CASES + CROSS_CASES
 
+LONG_CASES = (
+    JaggedCase(name="long", q_lengths=(200, 1, 63, 64, 65, 129, 0, 300), k_lengths=(200, 1, 63, 64, 65, 129, 5, 300)),
+    JaggedCase(
+        name="long-cross", q_lengths=(200, 1, 63, 300, 65, 129, 0, 70), k_lengths=(100, 500, 64, 63, 1, 129, 5, 0)
+    ),
+    JaggedCase(
+        name="long-gqa", q_lengths=(200, 1, 40, 64, 0, 300), k_lengths=(210, 3, 63, 64, 5, 290), heads=4, groups=2
+    ),
+)
+"""Several blocks of 64 a sample, and samples on both sides of one: for kernels that run on a GPU alone."""
+
 MASKS: dict[str, dict[str, bool | int]] = {
     "full": {},
     "causal": {"causal": True},

@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from fused.attention import jagged, jagged_launch, jagged_reference, schedule
 from fused.attention.bias import JaggedBias, log_time_bounds
 from numerics_tests import jagged_cases
-from numerics_tests.jagged_cases import CASES, MASKS, JaggedCase, JaggedTensors
+from numerics_tests.jagged_cases import CASES, LONG_CASES, MASKS, JaggedCase, JaggedTensors
 from numerics_tests.kernel_checks import poisoned
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -34,6 +35,8 @@ ABSOLUTE = 1e-4
 """Gradients that cancel to zero, where each query sees one key: measured 1e-6."""
 SMALL = jagged_launch.Config(rows=64, block=32, warps=4, stages=2)
 TURNS = jagged_launch.Config(rows=64, block=32, warps=4, stages=2, per_processor=1)
+GLUON = jagged_launch.Config(rows=64, block=32, warps=4, stages=3, gluon=True)
+GLUON_64 = jagged_launch.Config(rows=64, block=64, warps=4, stages=2, gluon=True)
 
 
 def tables(case: JaggedCase, device: str, dtype: torch.dtype = FP32) -> JaggedBias:
@@ -140,6 +143,17 @@ def value_checks(device: str) -> Iterator[Callable[[], None]]:
         for case in CASES:
             yield later(case, "full", BF16, biased=True)
             yield later(case, "causal", FP16)
+    if device == "cuda" and torch.cuda.get_device_capability() == (9, 0):
+        yield from hopper_checks(later)
+
+
+def hopper_checks(later: Callable[..., Callable[[], None]]) -> Iterator[Callable[[], None]]:
+    """What the kernels in Gluon take: heads of 64 and 128, every mask, launches that ship and others."""
+    for mask, config in itertools.product(MASKS, (None, GLUON, GLUON_64)):
+        for case in (*LONG_CASES, *CASES):
+            yield later(replace(case, dim=128, value_dim=128), mask, BF16, config=config)
+    for case, mask in itertools.product((*LONG_CASES, *CASES), ("full", "causal-window")):
+        yield later(replace(case, dim=64, value_dim=64), mask, FP16, config=GLUON)
 
 
 def scale_check(device: str) -> None:
@@ -168,6 +182,9 @@ def cancellation_check(peak: float, device: str) -> None:
 
 
 EDGE = JaggedCase(name="edge", q_lengths=(5, 33, 40), k_lengths=(5, 33, 40), heads=2, groups=1, dim=16, value_dim=16)
+WIDE = JaggedCase(
+    name="wide", q_lengths=(65, 33, 200), k_lengths=(65, 33, 200), heads=2, groups=1, dim=128, value_dim=128
+)
 
 
 def edge_checks(device: str) -> Iterator[Callable[[], None]]:
@@ -176,28 +193,33 @@ def edge_checks(device: str) -> Iterator[Callable[[], None]]:
     yield lambda: order_check(device)
     yield lambda: wanted_check(device)
     yield lambda: refused_check(device)
+    if device == "cuda" and torch.cuda.get_device_capability() == (9, 0):
+        for config in (GLUON, GLUON_64):
+            yield lambda config=config: isolation_check(device, WIDE, config)
+            yield lambda config=config: stride_check(device, WIDE, config)
+        yield lambda: wanted_check(device, WIDE, biased=False)
 
 
-def isolation_check(device: str) -> None:
+def isolation_check(device: str, case: JaggedCase = EDGE, config: jagged_launch.Config = SMALL) -> None:
     """Whatever one sample holds, the others get the same bits."""
-    t = jagged_cases.tensors(EDGE, dtype=BF16, device=device)
-    clean = run(t, None, SMALL, scale=0.2)
+    t = jagged_cases.tensors(case, dtype=BF16, device=device)
+    clean = run(t, None, config, scale=0.2)
     for index, poison in ((0, float("inf")), (1, float("nan"))):
-        dirty = jagged_cases.tensors(EDGE, dtype=BF16, device=device)
+        dirty = jagged_cases.tensors(case, dtype=BF16, device=device)
         rows, _ = dirty.sample(index)
         for x in (dirty.q, dirty.k, dirty.v, dirty.grad_out):
             x[rows] = poison
         others = torch.ones(len(t.q), dtype=torch.bool, device=device)
         others[rows] = False
-        for name, before, after in zip(NAMES[:5], clean, run(dirty, None, SMALL, scale=0.2)):
+        for name, before, after in zip(NAMES[:5], clean, run(dirty, None, config, scale=0.2)):
             assert torch.equal(before[others], after[others]), f"{name}: sample {index} changes others"
             assert not torch.equal(before[~others], after[~others]), f"{name}: nothing was poisoned"
 
 
-def stride_check(device: str) -> None:
+def stride_check(device: str, case: JaggedCase = EDGE, config: jagged_launch.Config = SMALL) -> None:
     """Slices of a packed projection, which TMA reads where they lie, and a transposed layout, which it can't."""
-    t = jagged_cases.tensors(EDGE, dtype=BF16, device=device)
-    expected = run(t, None, SMALL, scale=0.2)
+    t = jagged_cases.tensors(case, dtype=BF16, device=device)
+    expected = run(t, None, config, scale=0.2)
     packed = torch.cat((t.q, t.k, t.v), dim=1)
     spread = packed.permute(2, 1, 0).contiguous().permute(2, 1, 0)
     for whole in (packed, spread):
@@ -206,7 +228,7 @@ def stride_check(device: str) -> None:
             q=q, k=k, v=v, grad_out=t.grad_out.transpose(0, 1).contiguous().transpose(0, 1),
             q_offsets=t.q_offsets.long(), k_offsets=t.k_offsets.long(), max_q=t.max_q, max_k=t.max_k,
         )  # fmt: skip
-        for name, e, a in zip(NAMES, expected, run(view, None, SMALL, scale=0.2), strict=True):
+        for name, e, a in zip(NAMES, expected, run(view, None, config, scale=0.2), strict=True):
             assert torch.equal(e, a), f"{name}: strides change the result"
 
 
@@ -230,9 +252,9 @@ def order_check(device: str) -> None:
         assert torch.equal(values[0], values[2]), f"{name}: the order of tiles changes the result"
 
 
-def wanted_check(device: str) -> None:
+def wanted_check(device: str, case: JaggedCase = EDGE, biased: bool = True) -> None:
     """Each subset of gradients equals all of them, and is empty elsewhere."""
-    t, bias = jagged_cases.tensors(EDGE, dtype=BF16, device=device), tables(EDGE, device)
+    t, bias = jagged_cases.tensors(case, dtype=BF16, device=device), tables(case, device) if biased else None
     out, lse, *grads = run(t, bias, scale=0.2)
     for wanted in ("", "k", "b", "vq"):
         with poisoned():

@@ -6,14 +6,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 
 triton = pytest.importorskip("triton", reason="triton compiles the kernels")
 
-from mxfp8_recipe.fused.attention import gdpa, gdpa_backward, gdpa_hopper  # noqa: E402
+from mxfp8_recipe.fused.attention import gdpa, gdpa_backward  # noqa: E402
 from numerics_tests.helpers import environment_of_tests  # noqa: E402
 from numerics_tests.test_jagged_compile import compiled_for_hopper, instructions  # noqa: E402
 
@@ -40,20 +39,13 @@ def test_the_inner_loops_are_asynchronous_wgmma_and_few_instructions() -> None:
     """
     q = torch.zeros(8192, 4, 128, dtype=torch.bfloat16)
     offsets = torch.tensor([0, 8192], dtype=torch.int32)
-    layout = offsets, offsets, 8192, 8192, None
+    layouts = [(offsets, offsets, 8192, longest, None) for longest in (8192, 256)]
     options = {"activation": "gelu", "pre_scale": 0.1, "post_scale": 0.1}
     found = {}
-    for hopper in (False, True):
-        with mock.patch.object(gdpa_hopper, "is_hopper", return_value=hopper):
-            forward = compiled_for_hopper(lambda: gdpa.forward(q, q, q, *layout, **options))
-            backward = compiled_for_hopper(lambda: gdpa_backward.backward(q, q, q, q, *layout, **options))
-        found |= {f"{name} forward": built for name, built in forward.items()}
-        found |= {f"{name} backward": built for name, built in backward.items()}
-    hopper = "gdpa_hopper_queries_kernel"
-    assert set(found) == {
-        "gdpa_forward_kernel forward", "gdpa_dq_kernel backward", "gdpa_dkdv_kernel backward",
-        f"{hopper} forward", f"{hopper} backward",
-    }  # fmt: skip
+    for layout in layouts:
+        found |= compiled_for_hopper(lambda layout=layout: gdpa.forward(q, q, q, *layout, **options))
+    found |= compiled_for_hopper(lambda: gdpa_backward.backward(q, q, q, q, *layouts[0], **options))
+    assert set(found) == {"gdpa_forward_kernel", "gdpa_short_kernel", "gdpa_dq_kernel", "gdpa_dkdv_kernel"}
     for name, built in found.items():
         assert set(re.findall(r"(?:wg)?mma[\w.]*\.m(\d+)n\d+k16", built.asm["ptx"])) == {"64"}, name
         code = instructions(built.asm["cubin"])
@@ -64,5 +56,5 @@ def test_the_inner_loops_are_asynchronous_wgmma_and_few_instructions() -> None:
         assert len(waits) <= len(products) / 4, f"{name}: {len(waits)} waits for {len(products)} products"
         scores = sum(line.startswith("MUFU.EX2") for line in code)
         # three for the exponent, one for the weight, and backward five for the derivative
-        most = 4 if name.endswith("forward") else 9
+        most = 4 if name in ("gdpa_forward_kernel", "gdpa_short_kernel") else 9
         assert sum(line.startswith("FFMA") for line in code) <= most * scores, name

@@ -46,7 +46,6 @@ def compiled_for_hopper(call: Callable[[], Any]) -> dict[str, Any]:
     """What the launches of a call compile to, by kernel."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
 
     found = {}
 
@@ -54,8 +53,7 @@ def compiled_for_hopper(call: Callable[[], Any]) -> dict[str, Any]:
         if isinstance(value, torch.Tensor):
             return "*" + POINTERS[value.dtype]
         if hasattr(value, "block_shape"):
-            layout = f",{value.layout!r}" if hasattr(value, "layout") else ""
-            return f"tensordesc<{POINTERS[value.base.dtype]}{list(value.block_shape)}{layout}>"
+            return f"tensordesc<{POINTERS[value.base.dtype]}{list(value.block_shape)}>"
         return "fp32" if isinstance(value, float) else "i32"
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -64,7 +62,7 @@ def compiled_for_hopper(call: Callable[[], Any]) -> dict[str, Any]:
         constants = {p.name: values[p.name] for p in kernel.params if p.is_constexpr}
         signature = {n: "constexpr" if n in constants else type_of(values[n]) for n in names}
         pointers = [n for n in names if signature[n].startswith("*")]
-        source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
+        source = ASTSource(
             fn=kernel,
             signature=signature,
             constexprs={(names.index(n),): v for n, v in constants.items()},

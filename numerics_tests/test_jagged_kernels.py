@@ -16,6 +16,7 @@ from numerics_tests.helpers import environment_of_tests
 ROOT = Path(__file__).resolve().parents[1]
 CHECKS = ROOT / "numerics_tests" / "jagged_checks.py"
 SHARES = {"schedule": 1, "edges": 2, "values": 3}
+GPU_SHARES = {"schedule": 1, "edges": 1, "values": 8}
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -35,9 +36,9 @@ def test_interpreted_kernels_equal_the_reference(group: str, share: int) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("group", SHARES)
-def test_native_kernels_equal_the_reference(group: str) -> None:
-    run_checks(group, "cuda", 0, 1, "0")
+@pytest.mark.parametrize(("group", "share"), [(g, i) for g, n in GPU_SHARES.items() for i in range(n)])
+def test_native_kernels_equal_the_reference(group: str, share: int) -> None:
+    run_checks(group, "cuda", share, GPU_SHARES[group], "0")
 
 
 def batch(samples: int, longest: int, heads: int = 4, dim: int = 128) -> tuple[Tensor, ...]:

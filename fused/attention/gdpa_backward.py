@@ -23,7 +23,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..jit import kernel
-from . import gdpa_hopper
 from ._pointwise import weight_and_slope
 from ._products import add_product, product, rounded
 from ._tiles import (
@@ -251,15 +250,15 @@ def gdpa_dkdv_kernel(
             store_some_rows(dk_ptr, dk * dk_scale, k0 + first, Lk - first, H, rank % H, BM, D)
 
 
-def dq_config(tables: bool) -> Config:
-    """A function of whether there are tables, alone.
+def dq_config(width: int, tables: bool) -> Config:
+    """A function of width and whether there are tables, alone.
 
-    With 32 keys a step dQ, S and dP leave room for three programs of one warpgroup on a multiprocessor: 395 TFLOP/s
-    against 385 with 64 keys and two programs, for samples of up to 1024.
+    As for `gdpa.forward_config`, two programs of one warpgroup share a multiprocessor; dQ, S and dP of 64 queries take
+    its registers.
     """
     if tables:
         return Config(rows=64, block=32, warps=8, stages=1)
-    return Config(rows=64, block=32, warps=4, stages=2)
+    return Config(rows=64, block=64 if width <= 128 else 32, warps=4, stages=2)
 
 
 def dkdv_config(width: int, masked: bool, tables: bool) -> Config:
@@ -313,13 +312,13 @@ def backward(
     if bias is not None and "b" in wanted and (bias.position is not None or bias.time is not None):
         steep = 4096 if activation == "gelu_poly" else 1  # a polynomial's derivative has no bound
         tables = Tables.of(bias, grad_out, v, max_k * steep)
+    configs = configs or (
+        dq_config(problem.width, problem.has_bias),
+        dkdv_config(problem.width, problem.masked, problem.has_bias),
+    )
     do = Operand.of(widened(grad_out))
-    of_queries, of_keys = configs or (None, None)
-    if of_queries is None and not gdpa_hopper.takes(problem):
-        of_queries = dq_config(problem.has_bias)
-    dq = _dq(problem, do, tables, of_queries, "q" in wanted, post_scale, max_k)
-    of_keys = of_keys or dkdv_config(problem.width, problem.masked, problem.has_bias)
-    dk, dv = _dkdv(problem, do, of_keys, wanted, post_scale)
+    dq = _dq(problem, do, tables, configs[0], "q" in wanted, post_scale)
+    dk, dv = _dkdv(problem, do, configs[1], wanted, post_scale)
     dq, dk, dv = (
         x[..., : like.shape[2]].contiguous() if x.dim() > 1 and x.shape[2] != like.shape[2] else x
         for x, like in ((dq, q), (dk, k), (dv, v))
@@ -328,19 +327,12 @@ def backward(
     return dq, dk, dv, dposition * post_scale, dtime * post_scale
 
 
-def _dq(
-    problem: Problem, do: Operand, tables: Tables, config: Config | None, wanted: bool, post_scale: float, max_k: int
-) -> Tensor:
-    """Of every sample, or summed over them with `broadcast_q`. Without a config by Hopper's kernel."""
+def _dq(problem: Problem, do: Operand, tables: Tables, config: Config, wanted: bool, post_scale: float) -> Tensor:
     q, k, v = problem.q, problem.k, problem.v
     heads, tma, broadcast = q.x.shape[1], problem.tma, problem.flags["BROADCAST"]
     shape = (problem.rows, heads, q.x.shape[2]) if wanted else (0,)
     dq = torch.empty(shape, dtype=torch.float32 if broadcast else q.x.dtype, device=q.x.device)
-    if not problem.rows or not (wanted or tables.unit is not None):
-        pass
-    elif config is None:
-        gdpa_hopper.dq(problem, do, dq, max_k, post_scale)
-    else:
+    if problem.rows and (wanted or tables.unit is not None):
         unread = problem.schedule
         sums = (unread if x is None else x for x in (tables.position, tables.time, tables.unit))
         gdpa_dq_kernel[(config.programs(problem.entries[0], heads, q.x.device.index),)](
@@ -356,7 +348,6 @@ def _dq(
 
 
 def _dkdv(problem: Problem, do: Operand, config: Config, wanted: str, post_scale: float) -> tuple[Tensor, Tensor]:
-    """Summed over the query heads of a key head."""
     q, k, v = problem.q, problem.k, problem.v
     heads, groups, tma = q.x.shape[1], k.x.shape[1], problem.tma
     nothing = q.x.new_empty(0)
