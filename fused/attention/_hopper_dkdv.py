@@ -36,7 +36,7 @@ def load_queries(
 
     stat, again: where the sample's lse and delta begin, and those of its last BN queries.
     """
-    head, block = member_of(i, shared, begin, gl.maximum(blocks, 1), GROUP)
+    head, block = member_of(i, shared, begin, blocks, GROUP)
     stage = i % STAGES
     start = block_start(block, Lq, BN)
     at = gl.where(start < block * BN, again, stat + start)

@@ -26,9 +26,9 @@ def forward_config(problem: Problem) -> Config:
     """Of `jagged.forward`.
 
     Programs of one warpgroup with 64 queries, two or three of which share a multiprocessor: one's first loads and last
-    stores run while the others multiply. At L 512, 1024 and 4096 the kernel for Hopper reaches 330, 401, 432 in blocks
-    of 32 keys and 325, 424, 511 of 64; the portable one 319, 393, 425 and 306, 410, 477, with 128 queries 302, 388,
-    454. With a window of 128 at L 2048: 264 and 260; 253 and 249.
+    stores run while the others multiply. L 512: 319 in blocks of 32 keys, 305 in blocks of 64, 302 with 128 queries.
+    L 1024: 394, 412, 388. L 4096: 412, 482, 454. With a window of 128 at L 2048 blocks of 32 and of 64 take as long,
+    and 128 queries 8 % longer.
     """
     if problem.q.x.dtype == torch.float32:
         return FP32_CONFIG
@@ -36,21 +36,22 @@ def forward_config(problem: Problem) -> Config:
         return Config(rows=64, block=32, warps=4, stages=2)
     if problem.width > 128:
         return Config(rows=128, block=64, warps=8, stages=2)
-    block = 32 if problem.masked or problem.mean_keys < SHORT else 64
-    return Config(rows=64, block=block, warps=4, stages=3, gluon=fits(problem))
+    if problem.masked or problem.mean_keys < SHORT:
+        return Config(rows=64, block=32, warps=4, stages=3)
+    return Config(rows=64, block=64, warps=4, stages=3)
 
 
 def dq_config(problem: Problem) -> Config:
     """Of dQ.
 
-    The kernel for Hopper in blocks of 64 keys, at L 512, 1024 and 4096: 373, 510, 694; of 32: 358, 461, 522. The
-    portable one: 304, 418, 580, and of 32 keys 314, 425, 525. With a window of 128 at L 2048: 307, 288; 257.
+    The kernels for Hopper with blocks of 64 keys, at L 512, 1024 and 4096: 363, 504, 692; of 32 keys: 354, 472, 564.
+    The portable ones: 304, 416, 543, and of 32 keys 314, 425, 525.
     """
     if problem.q.x.dtype == torch.float32:
         return FP32_CONFIG
     if problem.has_bias:  # a second stage would also keep what is looked up by time in flight, in registers
         return Config(rows=64, block=32, warps=8, stages=1, options=ALL_REGISTERS)
-    if fits(problem):
+    if fits(problem) and not problem.masked:
         return Config(rows=64, block=64, warps=4, stages=2, gluon=True)
     if problem.width > 128:
         return Config(rows=64, block=32, warps=4, stages=2)
@@ -62,9 +63,8 @@ def dq_config(problem: Problem) -> Config:
 def dkdv_config(problem: Problem) -> Config:
     """Of dK and dV.
 
-    The kernel for Hopper in blocks of 64 queries, at L 512, 1024 and 4096: 433, 563, 702; of 32: 409, 500, 570. The
-    portable one: 355, 469, 554. With a window of 128 at L 2048: 316, 324; the portable one 293, 251. What windows and
-    heads that share keys keep track of would spill there with 64 queries a step.
+    The kernels for Hopper with blocks of 64 queries, at L 512, 1024 and 4096: 431, 555, 686; of 32: 407, 509, 563. The
+    portable ones: 353, 467, 580. What masks and heads that share keys keep track of leaves room for 32 queries a step.
     """
     if problem.q.x.dtype == torch.float32:
         return FP32_CONFIG
@@ -72,8 +72,7 @@ def dkdv_config(problem: Problem) -> Config:
         return Config(rows=64, block=32, warps=8, stages=2, options=ALL_REGISTERS)
     if problem.width > 128:
         return Config(rows=64, block=32, warps=8, stages=2)
-    if fits(problem):
-        masked = problem.masked
-        return Config(rows=64, block=32 if masked else 64, warps=4, stages=3 if masked else 2, gluon=True)
-    plain = problem.window is None and problem.groups == 1
+    plain = not problem.masked and problem.groups == 1
+    if fits(problem) and plain:
+        return Config(rows=64, block=64, warps=4, stages=2, gluon=True)
     return Config(rows=64, block=64 if plain else 32, warps=4, stages=2)

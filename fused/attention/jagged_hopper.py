@@ -1,8 +1,6 @@
-"""Launches of jagged attention's Gluon kernels for Hopper, and which problems are theirs. Anything else, and any other
-GPU, runs the same sums in the Triton kernels of `jagged` and `jagged_backward`.
-
-They compute every mask, heads of 64 and 128 in 16 bits, and heads that share keys, without tables and with a scale
-above 0. They get what has been held against float64 on an H200.
+"""Launches of jagged attention's Gluon kernels for Hopper, where a problem is theirs: heads of 64 or 128 in 16 bits, no
+tables, a scale above 0; masks and shared keys as they come. Anything else, and any other GPU, runs the same sums in the
+Triton kernels of `jagged` and `jagged_backward`.
 """
 
 from __future__ import annotations
@@ -21,15 +19,14 @@ from ._tiles import LOG2E
 from .jagged_launch import Config, Operand, Problem
 
 _ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-WIDTH = 128
+WIDTHS = (64, 128)
 
 
 def fits(problem: Problem) -> bool:
-    """Whether these kernels get it: bf16, heads of 128, each with its keys, the future as visible as the past."""
+    """Whether these kernels compute it."""
     q, v = problem.q.x, problem.v.x
-    shaped = q.shape[2] == v.shape[2] == WIDTH and q.dtype == torch.bfloat16 and problem.groups == 1
-    plain = problem.scale > 0 and not problem.has_bias and not problem.causal
-    return shaped and plain and problem.tma and is_hopper(q.device.index)
+    shaped = q.shape[2] == v.shape[2] and q.shape[2] in WIDTHS and q.element_size() == 2
+    return shaped and problem.tma and problem.scale > 0 and not problem.has_bias and is_hopper(q.device.index)
 
 
 @lru_cache(maxsize=64)
