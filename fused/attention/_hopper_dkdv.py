@@ -1,10 +1,11 @@
-"""dK and dV of jagged flash attention on Hopper, in Gluon: `jagged_backward.dkdv_kernel` without tables.
+"""dK and dV of jagged flash attention on Hopper, in Gluon: `jagged_backward.dkdv_kernel` without masks, tables and
+shared keys.
 
     S^T = K Q^T    P^T = exp2(c S^T - lse)    dV = P^T dO    dP^T = V dO^T    dS^T = P^T * (dP^T - delta)    dK = dS^T Q
 
-One warpgroup keeps BM keys and walks over the queries that see them, of every head that shares the keys. S and dP of a
-block are multiplied back to back, P^T dO runs while dS is made and dS^T Q into the next step, and the next block's
-copies, of Q, dO, lse and delta, begin as soon as the block before is done with.
+One warpgroup keeps BM keys and walks over the sample's queries. S and dP of a block are multiplied back to back, P^T dO
+runs while dS is made and dS^T Q into the next step, and the next block's copies, of Q, dO, lse and delta, begin as soon
+as the block before is done with.
 """
 
 from __future__ import annotations
@@ -21,25 +22,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .._staged import reinterpret
 from ..gemm._gluon import barrier, tma_load
-from ._hopper_tiles import seen, some_rows, store_some_rows
-from ._tiles import all_visible, anchored, block_start, member_of, queries_seeing, read_entry, stats_row
+from ._hopper_tiles import some_rows, store_some_rows
+from ._tiles import anchored, block_start, read_entry, stats_row
 
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
 def load_queries(
-    q_desc, do_desc, stats_desc, q_smem, do_smem, lse_smem, delta_smem, full, i, there, begin, blocks, shared, q0, Lq,
-    stat, again, H, GROUP: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, do_desc, stats_desc, q_smem, do_smem, lse_smem, delta_smem, full, i, there, head, q0, Lq, stat, again,
+    H, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Begin to copy the i-th block of queries, with their dO, lse and delta, if there.
 
     stat, again: where the sample's lse and delta begin, and those of its last BN queries.
     """
-    head, block = member_of(i, shared, begin, blocks, GROUP)
     stage = i % STAGES
-    start = block_start(block, Lq, BN)
-    at = gl.where(start < block * BN, again, stat + start)
+    start = block_start(i, Lq, BN)
+    at = gl.where(start < i * BN, again, stat + start)
     mbarrier.expect(full.index(stage), 2 * BN * D * 2 + 2 * BN * 4, pred=there)
     tma_load(q_desc, [q0 + start, head * D], full.index(stage), q_smem.index(stage), pred=there)
     tma_load(stats_desc, [head, at], full.index(stage), lse_smem.index(stage), pred=there)
@@ -66,12 +66,11 @@ def store_queries(
     barrier()
 
 
-@gluon.jit(do_not_specialize=["skipped", "H", "QS8", "GS8", "TS", "LAST_AT", "window"])
+@gluon.jit(do_not_specialize=["skipped", "H", "QS8", "GS8", "TS", "LAST_AT"])
 def dkdv_hopper_kernel(
     q_desc, do_desc, stats_desc, k_desc, v_desc, q_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, schedule_ptr,
-    skipped, H, QS8, GS8, TS, LAST_AT, scale, scale_log2, window,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    SUB: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    skipped, H, QS8, GS8, TS, LAST_AT, scale, scale_log2,
+    BM: gl.constexpr, BN: gl.constexpr, SUB: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A unit a program; arguments as `jagged_backward.dkdv_kernel`'s."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 16])
@@ -80,11 +79,10 @@ def dkdv_hopper_kernel(
     COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     rank = gl.program_id(0)
-    heads = H // GROUP
-    first, q0, Lq, k0, Lk, sample = read_entry(schedule_ptr, skipped + rank // (heads * SUB))
-    first += rank % (heads * SUB) // heads * BM
+    first, q0, Lq, k0, Lk, sample = read_entry(schedule_ptr, skipped + rank // (H * SUB))
+    first += rank % (H * SUB) // H * BM
     if first < Lk:
-        shared = rank % heads
+        head = rank % H
         k_smem = gl.allocate_shared_memory(q_desc.dtype, [BM, D], k_desc.layout)
         v_smem = gl.allocate_shared_memory(q_desc.dtype, [BM, D], v_desc.layout)
         q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BN, D], q_desc.layout)
@@ -98,45 +96,30 @@ def dkdv_hopper_kernel(
             mbarrier.init(full.index(i), count=1)
         fence_async_shared()
         barrier()
-        shift = Lk - Lq
-        last = gl.minimum(first + BM, Lk)
-        lo, hi = queries_seeing(first, last, shift, Lq, window, CAUSAL, WINDOW)
-        begin = lo // BN
-        blocks = gl.maximum((gl.maximum(hi, 0) + BN - 1) // BN - begin, 0)
-        steps = GROUP * blocks
+        blocks = (Lq + BN - 1) // BN
         long = Lq >= BN
         stat = stats_row(q0, sample)
         again = LAST_AT + sample * BN
         mbarrier.expect(own, 2 * BM * D * 2)
-        tma_load(k_desc, [k0 + first, shared * D], own, k_smem)
-        tma_load(v_desc, [k0 + first, shared * D], own, v_smem)
+        tma_load(k_desc, [k0 + first, head * D], own, k_smem)
+        tma_load(v_desc, [k0 + first, head * D], own, v_smem)
         for i in gl.static_range(STAGES - 1):
             load_queries(
-                q_desc, do_desc, stats_desc, q_smem, do_smem, lse_smem, delta_smem, full, i, long & (i < steps), begin,
-                blocks, shared, q0, Lq, stat, again, H, GROUP, BN, D, STAGES,
+                q_desc, do_desc, stats_desc, q_smem, do_smem, lse_smem, delta_smem, full, i, long & (i < blocks), head,
+                q0, Lq, stat, again, H, BN, D, STAGES,
             )  # fmt: skip
         if not long:
             store_queries(
                 q_ptr, do_ptr, stats_ptr, q_smem.index(0), do_smem.index(0), lse_smem.index(0), delta_smem.index(0),
-                shared * GROUP, q0, Lq, sample, H, QS8, GS8, TS, BN, D,
+                head, q0, Lq, sample, H, QS8, GS8, TS, BN, D,
             )  # fmt: skip
         dk = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, SUMS))
         dv = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, SUMS))
         zero = gl.zeros([BM, BN], gl.float32, SCORES)
         mbarrier.wait(own, 0)
-        for i in range(steps):
+        for i in range(blocks):
             stage = i % STAGES
             mbarrier.wait(full.index(stage), (i // STAGES) & 1, pred=long)
-            if GROUP > 1:  # noqa: SIM102 (known at compile time)
-                if (not long) & (i > 0):
-                    dk_sum, dv_sum = warpgroup_mma_wait(0, deps=(dk, dv))
-                    dk = warpgroup_mma_init(dk_sum)
-                    dv = warpgroup_mma_init(dv_sum)
-                    barrier()
-                    store_queries(
-                        q_ptr, do_ptr, stats_ptr, q_smem.index(stage), do_smem.index(stage), lse_smem.index(stage),
-                        delta_smem.index(stage), shared * GROUP + i, q0, Lq, sample, H, QS8, GS8, TS, BN, D,
-                    )  # fmt: skip
             q = q_smem.index(stage)
             do = do_smem.index(stage)
             s = warpgroup_mma(k_smem, q.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -146,16 +129,8 @@ def dkdv_hopper_kernel(
             barrier()
             load_queries(
                 q_desc, do_desc, stats_desc, q_smem, do_smem, lse_smem, delta_smem, full, i + STAGES - 1,
-                long & (i + STAGES - 1 < steps), begin, blocks, shared, q0, Lq, stat, again, H, GROUP, BN, D, STAGES,
+                long & (i + STAGES - 1 < blocks), head, q0, Lq, stat, again, H, BN, D, STAGES,
             )  # fmt: skip
-            if CAUSAL or WINDOW:
-                _, block = member_of(i, shared, begin, blocks, GROUP)
-                start = gl.where(long, block_start(block, Lq, BN), 0)
-                end = gl.minimum(start + BN, Lq)
-                if not all_visible(start, end, first, last, shift, window, CAUSAL, WINDOW):
-                    t = (start + shift + gl.arange(0, BN, COLUMN))[None, :]
-                    keys = (first + gl.arange(0, BM, gl.SliceLayout(1, SCORES)))[:, None]
-                    x = gl.where(seen(t, keys, window, CAUSAL, WINDOW), x, -float("inf"))
             p = gl.exp2(x * scale_log2 - lse2[None, :])
             dv = warpgroup_mma(gl.convert_layout(p.to(q_desc.dtype), WEIGHTS), do, dv_sum, is_async=True)
             delta = reinterpret(delta_smem.index(stage), gl.float32, [BN], FLAT).load(COLUMN)
@@ -163,8 +138,8 @@ def dkdv_hopper_kernel(
             ds = p * (grad - delta[None, :])
             dk = warpgroup_mma(gl.convert_layout(ds.to(q_desc.dtype), WEIGHTS), q, dk_sum, is_async=True)
         dk_sum, dv_sum = warpgroup_mma_wait(0, deps=(dk, dv))
-        first, _, _, k0, Lk, _ = read_entry(schedule_ptr, skipped + anchored(rank) // (heads * SUB))  # not kept
-        first += rank % (heads * SUB) // heads * BM
+        first, _, _, k0, Lk, _ = read_entry(schedule_ptr, skipped + anchored(rank) // (H * SUB))  # not kept
+        first += rank % (H * SUB) // H * BM
         barrier()
-        store_some_rows(dv_ptr, dv_sum, v_smem, k0 + first, Lk - first, heads, shared, BM, D, LINES)
-        store_some_rows(dk_ptr, dk_sum * scale, k_smem, k0 + first, Lk - first, heads, shared, BM, D, LINES)
+        store_some_rows(dv_ptr, dv_sum, v_smem, k0 + first, Lk - first, H, head, BM, D, LINES)
+        store_some_rows(dk_ptr, dk_sum * scale, k_smem, k0 + first, Lk - first, H, head, BM, D, LINES)

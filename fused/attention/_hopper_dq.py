@@ -1,4 +1,5 @@
-"""dQ of jagged flash attention on Hopper, in Gluon: `jagged_backward.dq_kernel` without tables.
+"""dQ of jagged flash attention on Hopper, in Gluon: `jagged_backward.dq_kernel` without masks, tables and shared
+keys.
 
     S = Q K^T    dP = dO V^T    delta = rowsum(dO * O)    dS = exp2(c S - lse) * (dP - delta)    dQ = scale * dS K
 
@@ -20,9 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..gemm._gluon import barrier, tma_load
-from ._hopper_forward import load_keys, masked_block
-from ._hopper_tiles import some_rows, store_some_rows, without_hidden
-from ._tiles import LOG2E, anchored, block_start, keys_seen, read_entry, stats_row
+from ._hopper_tiles import load_keys, some_rows, store_some_rows, without_others
+from ._tiles import LOG2E, anchored, block_start, read_entry, stats_row
 
 
 @gluon.jit
@@ -45,12 +45,12 @@ def store_stats(
     gl.store(at + other, delta, mask=is_last)
 
 
-@gluon.jit(do_not_specialize=["H", "GROUP", "KS8", "VS8", "TS", "LAST_AT", "window"])
+@gluon.jit(do_not_specialize=["H", "KS8", "VS8", "TS", "LAST_AT"])
 def dq_hopper_kernel(
     q_desc, do_desc, o_desc, k_desc, v_desc, k_ptr, v_ptr, lse_ptr, stats_ptr, dq_ptr, schedule_ptr,
-    H, GROUP, KS8, VS8, TS, LAST_AT, scale, scale_log2, window,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, QUERIES: gl.constexpr, LAST: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, SUB: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    H, KS8, VS8, TS, LAST_AT, scale, scale_log2,
+    QUERIES: gl.constexpr, LAST: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, SUB: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """A unit a program; arguments as `jagged_backward.dq_kernel`'s. Without QUERIES, lse and delta alone."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 16])
@@ -64,7 +64,6 @@ def dq_hopper_kernel(
     first += rank % (H * SUB) // H * BM
     if first < Lq:
         head = rank % H
-        shared = head // GROUP
         q_smem = gl.allocate_shared_memory(q_desc.dtype, [BM, D], q_desc.layout)
         do_smem = gl.allocate_shared_memory(q_desc.dtype, [BM, D], do_desc.layout)
         o_smem = gl.allocate_shared_memory(q_desc.dtype, [BM, D], o_desc.layout)
@@ -80,20 +79,16 @@ def dq_hopper_kernel(
         mbarrier.expect(own, (3 if QUERIES else 2) * BM * D * 2)
         tma_load(do_desc, [q0 + first, head * D], own, do_smem)
         tma_load(o_desc, [q0 + first, head * D], own, o_smem)
-        shift = Lk - Lq
-        last = gl.minimum(first + BM, Lq)
-        lo, hi = keys_seen(first, last, shift, Lk, window, CAUSAL, WINDOW)
-        begin = lo // BN
-        blocks = gl.maximum((gl.maximum(hi, 0) + BN - 1) // BN - begin, 0)
+        blocks = (Lk + BN - 1) // BN
         long = Lk >= BN
         if QUERIES:
             tma_load(q_desc, [q0 + first, head * D], own, q_smem)
             for i in gl.static_range(STAGES - 1):
                 there = long & (i < blocks)
-                load_keys(k_desc, v_desc, k_smem, v_smem, full, i, there, begin, k0, Lk, shared, BN, D, STAGES)
+                load_keys(k_desc, v_desc, k_smem, v_smem, full, i, there, k0, Lk, head, BN, D, STAGES)
             if not long:
-                k_smem.index(0).store(some_rows(k_ptr, k0, Lk, KS8, shared * D, BN, D, LINES))
-                v_smem.index(0).store(some_rows(v_ptr, k0, Lk, VS8, shared * D, BN, D, LINES))
+                k_smem.index(0).store(some_rows(k_ptr, k0, Lk, KS8, head * D, BN, D, LINES))
+                v_smem.index(0).store(some_rows(v_ptr, k0, Lk, VS8, head * D, BN, D, LINES))
                 fence_async_shared()
                 barrier()
         row = gl.arange(0, BM, LINE)
@@ -117,13 +112,9 @@ def dq_hopper_kernel(
                 barrier()
                 ahead = i + STAGES - 1
                 there = long & (ahead < blocks)
-                load_keys(k_desc, v_desc, k_smem, v_smem, full, ahead, there, begin, k0, Lk, shared, BN, D, STAGES)
-                block = begin + i
-                start = gl.where(long, block_start(block, Lk, BN), 0)
-                masked = masked_block(first, last, start, block * BN, Lk, shift, window, CAUSAL, WINDOW, BN)
-                x = without_hidden(
-                    x, first + shift, start, block * BN, Lk, window, masked, CAUSAL, WINDOW, BM, BN, SCORES
-                )  # fmt: skip
+                load_keys(k_desc, v_desc, k_smem, v_smem, full, ahead, there, k0, Lk, head, BN, D, STAGES)
+                start = gl.where(long, block_start(i, Lk, BN), 0)
+                x = without_others(x, start, i * BN, Lk, (start < i * BN) | (Lk < BN), BN, SCORES)
                 p = gl.exp2(x * scale_log2 - lse2[:, None])
                 grad = warpgroup_mma_wait(0, deps=(dp,))
                 ds = p * (grad - delta[:, None])

@@ -1,6 +1,6 @@
-"""Device code in Gluon that jagged attention's kernels for Hopper share: rows to and from shared memory, and masks.
+"""Device code in Gluon that jagged attention's kernels for Hopper share: rows to and from shared memory.
 
-What says where a tile lies and what it sees is `_tiles`'s. A tile that a program keeps, and every block it walks over,
+What says where a tile lies is `_tiles`'s. A tile that a program keeps, and every block it walks over,
 is 64 or 32 rows of one head, moved by TMA; rows past a sample's end in a kept tile stay by themselves. A sample shorter
 than a block is read row by row and is one block, zero below its end.
 """
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..gemm._gluon import barrier
+from ..gemm._gluon import barrier, tma_load
+from ._tiles import block_start
 
 
 @gluon.jit
@@ -38,33 +40,22 @@ def store_some_rows(
 
 
 @gluon.jit
-def seen(t, s, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
-    """Which of the positions t of queries and s of keys, that broadcast against each other, see each other."""
-    ahead = t - s
-    if CAUSAL:
-        some = ahead >= 0
-    else:
-        some = ahead == ahead
-    if WINDOW:
-        some = some & (ahead <= window)
-        if not CAUSAL:
-            some = some & (ahead >= -window)
-    return some
+def load_keys(
+    k_desc, v_desc, k_smem, v_smem, full, i, there, k0, Lk, head,
+    BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Begin to copy the i-th block of keys and values, if there."""
+    stage = i % STAGES
+    row = k0 + block_start(i, Lk, BN)
+    mbarrier.expect(full.index(stage), 2 * BN * D * 2, pred=there)
+    tma_load(k_desc, [row, head * D], full.index(stage), k_smem.index(stage), pred=there)
+    tma_load(v_desc, [row, head * D], full.index(stage), v_smem.index(stage), pred=there)
 
 
 @gluon.jit
-def without_hidden(
-    x, t0, s0, first_key, Lk, window, masked,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Scores of BM queries from position t0 on and BN keys from s0 on: -inf where hidden, and for keys before
-    `first_key` or from Lk on. masked: false where nothing is hidden.
-    """
+def without_others(x, s0, first_key, Lk, masked, BN: gl.constexpr, LAYOUT: gl.constexpr):
+    """Scores of BN keys from s0 on: -inf for keys before `first_key` and from Lk on. masked: there are such."""
     if masked:
         s = (s0 + gl.arange(0, BN, gl.SliceLayout(0, LAYOUT)))[None, :]
-        some = (s >= first_key) & (s < Lk)
-        if CAUSAL or WINDOW:
-            t = (t0 + gl.arange(0, BM, gl.SliceLayout(1, LAYOUT)))[:, None]
-            some = some & seen(t, s, window, CAUSAL, WINDOW)
-        x = gl.where(some, x, -float("inf"))
+        x = gl.where((s >= first_key) & (s < Lk), x, -float("inf"))
     return x

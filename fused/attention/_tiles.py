@@ -182,18 +182,6 @@ def stats_row(q0, sample):
 
 
 @triton.jit
-def member_of(step, shared, begin, blocks, GROUP: tl.constexpr):
-    """Head and block of a step over the blocks of every head that shares keys: one loop, which stays pipelined."""
-    if GROUP == 1:
-        head = shared
-        block = begin + step
-    else:
-        head = shared * GROUP + step // blocks
-        block = begin + step % blocks
-    return head, block
-
-
-@triton.jit
 def position_bucket(t, s, P):
     return tl.minimum(tl.maximum(t - s + P // 2, 0), P - 1)
 

@@ -24,7 +24,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..jit import kernel
-from . import jagged_hopper
 from ._products import add_product, rounded
 from ._tiles import (
     LOG2E,
@@ -191,8 +190,7 @@ def forward(
     out = torch.empty(*q.shape[:2], wide, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if out.numel():
-        config = config or forward_config(problem)
-        (jagged_hopper.forward if config.gluon else _launch)(problem, out, lse, config)
+        _launch(problem, out, lse, config or forward_config(problem))
     return out if wide == value_dim else out[..., :value_dim].contiguous(), lse
 
 

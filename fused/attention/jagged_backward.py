@@ -35,7 +35,6 @@ from ._tiles import (
     keys_seen,
     load_rows,
     load_some_rows,
-    member_of,
     queries_seeing,
     read_entry,
     score_bias,
@@ -205,6 +204,18 @@ def load_stats(desc, ptr, line, at, TS, ROWS: tl.constexpr, TMA: tl.constexpr):
     else:
         x = tl.load(ptr + line.to(tl.int64) * TS + at + tl.arange(0, ROWS))
     return x
+
+
+@triton.jit
+def member_of(step, shared, begin, blocks, GROUP: tl.constexpr):
+    """Head and block of a step over the blocks of every head that shares keys: one loop, which stays pipelined."""
+    if GROUP == 1:
+        head = shared
+        block = begin + step
+    else:
+        head = shared * GROUP + step // blocks
+        block = begin + step % blocks
+    return head, block
 
 
 @kernel(do_not_specialize=["ENTRIES", "H", "QS8", "KS8", "VS8", "GS8", "TS", "LAST_AT", "skipped", "window", "P", "N"])

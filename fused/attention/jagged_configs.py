@@ -51,7 +51,7 @@ def dq_config(problem: Problem) -> Config:
         return FP32_CONFIG
     if problem.has_bias:  # a second stage would also keep what is looked up by time in flight, in registers
         return Config(rows=64, block=32, warps=8, stages=1, options=ALL_REGISTERS)
-    if fits(problem) and not problem.masked:
+    if fits(problem):
         return Config(rows=64, block=64, warps=4, stages=2, gluon=True)
     if problem.width > 128:
         return Config(rows=64, block=32, warps=4, stages=2)
@@ -72,7 +72,7 @@ def dkdv_config(problem: Problem) -> Config:
         return Config(rows=64, block=32, warps=8, stages=2, options=ALL_REGISTERS)
     if problem.width > 128:
         return Config(rows=64, block=32, warps=8, stages=2)
-    plain = not problem.masked and problem.groups == 1
-    if fits(problem) and plain:
+    if fits(problem):
         return Config(rows=64, block=64, warps=4, stages=2, gluon=True)
+    plain = not problem.masked and problem.groups == 1
     return Config(rows=64, block=64 if plain else 32, warps=4, stages=2)

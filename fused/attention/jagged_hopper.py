@@ -1,6 +1,6 @@
-"""Launches of jagged attention's Gluon kernels for Hopper, where a problem is theirs: heads of 64 or 128 in 16 bits, no
-tables, a scale above 0; masks and shared keys as they come. Anything else, and any other GPU, runs the same sums in the
-Triton kernels of `jagged` and `jagged_backward`.
+"""Launches of jagged attention's Gluon kernels for Hopper, and which problems are theirs: what they were held against
+float64 on, bf16 and heads of 128, each with its own keys. Anything else, and any other GPU, runs the same sums in the
+Triton kernels of `jagged_backward`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..gemm._gluon import launch
-from . import _hopper_dkdv, _hopper_dq, _hopper_forward
+from . import _hopper_dkdv, _hopper_dq
 from ._tiles import LOG2E
 from .jagged_launch import Config, Operand, Problem
 
 _ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-WIDTHS = (64, 128)
+WIDTH = 128
 
 
 def fits(problem: Problem) -> bool:
-    """Whether these kernels compute it."""
+    """Whether these kernels compute its gradients."""
     q, v = problem.q.x, problem.v.x
-    shaped = q.shape[2] == v.shape[2] and q.shape[2] in WIDTHS and q.element_size() == 2
-    return shaped and problem.tma and problem.scale > 0 and not problem.has_bias and is_hopper(q.device.index)
+    shaped = q.shape[2] == v.shape[2] == WIDTH and q.dtype == torch.bfloat16 and problem.groups == 1
+    plain = problem.scale > 0 and not problem.has_bias and not problem.masked
+    return shaped and plain and problem.tma and is_hopper(q.device.index)
 
 
 @lru_cache(maxsize=64)
@@ -59,23 +60,10 @@ def _launch(
     kernel: Any, problem: Problem, config: Config, keys: bool, tensors: tuple[Tensor, ...], args: tuple[Any, ...],
     constants: tuple[Any, ...],
 ) -> None:  # fmt: skip
-    device, x = problem.q.x.device.index, problem.k.x if keys else problem.q.x
-    constants = problem.causal, problem.window is not None, *constants
-    key = kernel.__name__, x.dtype, config, constants, tuple(t.data_ptr() % 16 == 0 for t in tensors)
-    programs = config.programs(problem.entries[keys], x.shape[1], device)
-    launch(kernel, key, device, programs, (*args, problem.window or 0, *constants), warps=config.warps)
-
-
-def forward(problem: Problem, out: Tensor, lse: Tensor, config: Config) -> None:
-    """`jagged.forward` into out and lse."""
-    q, k, v, width = problem.q, problem.k, problem.v, problem.q.x.shape[2]
-    args = (
-        _heads(q, config.rows), _heads(k, config.block), _heads(v, config.block), k.x, v.x, out, lse, problem.schedule,
-        q.x.shape[1], problem.groups, k.stride8, v.stride8, problem.scale * LOG2E.value,
-    )  # fmt: skip
-    constants = config.rows, config.block, config.tiles, width, config.stages
-    tensors = k.x, v.x, out, lse, problem.schedule
-    _launch(_hopper_forward.forward_hopper_kernel, problem, config, False, tensors, args, constants)
+    device, heads = problem.q.x.device.index, problem.q.x.shape[1]
+    key = kernel.__name__, problem.q.x.dtype, config, constants, tuple(t.data_ptr() % 16 == 0 for t in tensors)
+    programs = config.programs(problem.entries[keys], heads, device)
+    launch(kernel, key, device, programs, (*args, *constants), warps=config.warps)
 
 
 def dq(problem: Problem, do: Operand, o: Operand, lse: Tensor, stats: Any, dq: Tensor, config: Config) -> None:
@@ -83,7 +71,7 @@ def dq(problem: Problem, do: Operand, o: Operand, lse: Tensor, stats: Any, dq: T
     q, k, v, width, s = problem.q, problem.k, problem.v, problem.q.x.shape[2], stats.x
     args = (
         *(_heads(x, config.rows) for x in (q, do, o)), _heads(k, config.block), _heads(v, config.block), k.x, v.x, lse,
-        s, dq if dq.numel() else q.x, problem.schedule, q.x.shape[1], problem.groups, k.stride8, v.stride8,
+        s, dq if dq.numel() else q.x, problem.schedule, q.x.shape[1], k.stride8, v.stride8,
         s.stride(0), stats.last_at, problem.scale, problem.scale * LOG2E.value,
     )  # fmt: skip
     constants = dq.numel() > 0, stats.block, config.rows, config.block, config.tiles, width, config.stages
@@ -100,6 +88,6 @@ def dkdv(problem: Problem, do: Operand, stats: Any, dk: Tensor, dv: Tensor, conf
         _heads(v, config.rows), q.x, do.x, s, dk, dv, problem.schedule, 1 + problem.entries[0], q.x.shape[1],
         q.stride8, do.stride8, s.stride(0), stats.last_at, problem.scale, problem.scale * LOG2E.value,
     )  # fmt: skip
-    constants = problem.groups, config.rows, config.block, config.tiles, width, config.stages
+    constants = config.rows, config.block, config.tiles, width, config.stages
     tensors = q.x, do.x, s, dk, dv, problem.schedule
     _launch(_hopper_dkdv.dkdv_hopper_kernel, problem, config, True, tensors, args, constants)
