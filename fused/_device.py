@@ -389,14 +389,29 @@ def store_col_scale(lo, hi, row0, col0, MT, K, st_ptr, SWIZZLED: tl.constexpr, A
 
 
 @triton.jit
-def sum_tokens(w0, w1, w2, w3, line_ptr, col0, K, DTYPE: tl.constexpr):
-    """Store the sums over the 128 tokens of four (32, 64) subtiles of words."""
+def sum_groups(x, REPS: tl.constexpr):
+    """(C,) sums of x (32, C), whose rows are groups of four tokens as `row_index` has them: neighbors first, then pairs
+    of those and so on, an order that depends on tokens alone, not on the warps and layout of a kernel.
+    """
+    C: tl.constexpr = x.shape[1]
+    for k in tl.static_range(5):
+        if (1 << k) < REPS:
+            x = tl.sum(tl.reshape(x, (REPS >> (k + 1), 2, 32 // REPS, C)), axis=1)
+            x = tl.reshape(x, (32 >> (k + 1), C))
+        else:
+            x = tl.sum(tl.reshape(x, (16 >> k, 2, C)), axis=1)
+    return tl.reshape(x, (C,))
+
+
+@triton.jit
+def sum_tokens(w0, w1, w2, w3, line_ptr, col0, K, DTYPE: tl.constexpr, REPS: tl.constexpr):
+    """Store the sums over the 128 tokens of four (32, 64) subtiles of words, in the order of `sum_groups`."""
     l0, h0 = unpack(w0, DTYPE)
     l1, h1 = unpack(w1, DTYPE)
     l2, h2 = unpack(w2, DTYPE)
     l3, h3 = unpack(w3, DTYPE)
-    lo = tl.sum((l0 + l1) + (l2 + l3), axis=0)
-    hi = tl.sum((h0 + h1) + (h2 + h3), axis=0)
+    lo = sum_groups((l0 + l1) + (l2 + l3), REPS)
+    hi = sum_groups((h0 + h1) + (h2 + h3), REPS)
     cols = tl.arange(0, 128)
     tl.store(line_ptr + col0 + cols, tl.reshape(tl.join(lo, hi), (128,)), mask=col0 + cols < K)
 

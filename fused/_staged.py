@@ -261,14 +261,22 @@ def store_transposed(tile, qt_ptr, row0, col0, K, MT, T_ALIGN: gl.constexpr):
 
 
 @gluon.jit
+def sum_groups(x):
+    """`_device.sum_groups` of groups in order."""
+    for k in gl.static_range(5):
+        x = gl.sum(gl.reshape(x, (16 >> k, 2, 64)), axis=1)
+    return gl.reshape(x, (64,))
+
+
+@gluon.jit
 def sum_columns(w0, w1, w2, w3, line_ptr, col0, K):
-    """Store the sums over the 128 tokens of a tile."""
+    """Store the sums over the 128 tokens of a tile, in the order of `sum_groups`."""
     l0, h0 = unpack(w0, tl.bfloat16)
     l1, h1 = unpack(w1, tl.bfloat16)
     l2, h2 = unpack(w2, tl.bfloat16)
     l3, h3 = unpack(w3, tl.bfloat16)
-    lo = gl.sum((l0 + l1) + (l2 + l3), axis=0)
-    hi = gl.sum((h0 + h1) + (h2 + h3), axis=0)
+    lo = sum_groups((l0 + l1) + (l2 + l3))
+    hi = sum_groups((h0 + h1) + (h2 + h3))
     c = col0 + 2 * gl.arange(0, 64, lo.type.layout)
     gl.store(line_ptr + c, lo, mask=c < K)
     gl.store(line_ptr + c + 1, hi, mask=c < K)

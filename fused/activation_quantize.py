@@ -156,7 +156,7 @@ def emit_gradient(
         store_rows_until(d2, r2, row0, out0, M, OUT2, end, high_ptr)
         store_rows_until(d3, r3, row0, out0, M, OUT2, end, high_ptr)
     if BIAS:
-        sum_tokens(d0, d1, d2, d3, line_ptr, col0, K2 * 2, DTYPE)
+        sum_tokens(d0, d1, d2, d3, line_ptr, col0, K2 * 2, DTYPE, REPS)
     emit_tile(
         d0, d1, d2, d3, row0, out0, M, OUT2, MT, q_ptr, s_ptr, qt_ptr, st_ptr, DTYPE,
         R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN, SWIZZLED, REPS,

@@ -57,6 +57,20 @@ def quantize_rows_kernel(
     emit_rows(w, rows, row0, col0, M, K2, q_ptr, s_ptr, DTYPE, BC, E5, FLOOR, SWIZZLED, ALIGNED)
 
 
+@kernel(do_not_specialize=["M", "K8", "LD8"])
+def sum_kernel(x_ptr, partial_ptr, M, K8, LD8, DTYPE: tl.constexpr, REPS: tl.constexpr):
+    """(strips, K) sums over 128 tokens: those of `quantize_tile_kernel`, alone."""
+    K2 = K8 * 4
+    chunks = tl.cdiv(K8, 16)
+    row0 = (tl.program_id(0) // chunks).to(tl.int64) * 128
+    col0 = (tl.program_id(0) % chunks) * 128
+    w0 = load_words(x_ptr, row_index(0, REPS), row0, col0, M, K2, LD8 * 4, 64)
+    w1 = load_words(x_ptr, row_index(1, REPS), row0, col0, M, K2, LD8 * 4, 64)
+    w2 = load_words(x_ptr, row_index(2, REPS), row0, col0, M, K2, LD8 * 4, 64)
+    w3 = load_words(x_ptr, row_index(3, REPS), row0, col0, M, K2, LD8 * 4, 64)
+    sum_tokens(w0, w1, w2, w3, partial_ptr + row0 // 128 * (K8 * 8), col0, K2 * 2, DTYPE, REPS)
+
+
 @kernel(do_not_specialize=SCALARS)
 def quantize_tile_kernel(
     x_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, partial_ptr, M, K8, LD8, MT, SUM: tl.constexpr, DTYPE: tl.constexpr,
@@ -73,7 +87,7 @@ def quantize_tile_kernel(
     w2 = load_words(x_ptr, row_index(2, REPS), row0, col0, M, K2, LD8 * 4, 64)
     w3 = load_words(x_ptr, row_index(3, REPS), row0, col0, M, K2, LD8 * 4, 64)
     if SUM:
-        sum_tokens(w0, w1, w2, w3, partial_ptr + row0 // 128 * (K8 * 8), col0, K2 * 2, DTYPE)
+        sum_tokens(w0, w1, w2, w3, partial_ptr + row0 // 128 * (K8 * 8), col0, K2 * 2, DTYPE, REPS)
     emit_tile(
         w0, w1, w2, w3, row0, col0, M, K2, MT, q_ptr, s_ptr, qt_ptr, st_ptr, DTYPE,
         R_BR, R_BC, R_E5, R_FLOOR, R_ALIGNED, C_BR, C_BC, C_E5, C_FLOOR, C_ALIGNED, T_ALIGN, SWIZZLED, REPS,
@@ -211,15 +225,21 @@ def quantize_and_sum(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`reference_ops.quantize_and_sum` on the GPU: same bits of MXFP8.
 
-    Where a kernel holds tiles of 128 tokens the sums come from its read: inside a strip first, then over the strips.
+    Where a kernel holds tiles of 128 tokens the sums come from its read, else from one of their own: inside a strip
+    first, then over the strips, in one order everywhere.
     """
     check_matrix("quantize_and_sum", "x", x)
     rows, cols = x.shape
-    if not rows or not cols or not launch.one_pass(rowwise) or colwise is None or not launch.one_pass(colwise):
-        quantized = _quantize(x, rowwise, colwise, seed, stream, swizzled, pad_tokens, None)
-        return *quantized, x.sum(0, dtype=torch.float32).to(sum_dtype)
+    x = dense_rows(x)
+    at_once = launch.one_pass(rowwise) and colwise is not None and launch.one_pass(colwise)
     partial = torch.empty(-(-rows // launch.TOKENS), cols, dtype=torch.float32, device=x.device)
-    quantized = _quantize(x, rowwise, colwise, seed, stream, swizzled, pad_tokens, partial)
+    quantized = _quantize(x, rowwise, colwise, seed, stream, swizzled, pad_tokens, partial if at_once else None)
+    if partial.numel() and not at_once:
+        tile = launch.quantize_tile_config(True)
+        sum_kernel[(partial.shape[0] * -(-cols // 128),)](
+            words(x), partial, rows, cols // 8, x.stride(0) // 8, DTYPE=DTYPES[x.dtype],
+            REPS=tile.reps(x.element_size()), num_warps=tile.warps, **tile.options,
+        )  # fmt: skip
     return *quantized, sum_strips(partial, sum_dtype)
 
 

@@ -245,6 +245,7 @@ def production_launches() -> list[Launch]:
                         matrix(width), matrix(2048), None, kind, spec, spec, want_bias, spec, emit_high=False  # noqa: B023
                     ),
                 )  # fmt: skip
+    add(quantize, "quantize sums alone", lambda: quantize.quantize_and_sum(matrix(512), None, None))
     for launch in epilogue_launches():
         found.setdefault((launch.kernel, launch.constants, launch.signature), launch)
     for name, call in (*jagged_calls(), *gdpa_calls()):

@@ -195,6 +195,26 @@ def check_activation(rows, cols, kind, dtype, device, spec, *, packed=False, swi
             same_bits(unfused, back[4 + 4 * i : 8 + 4 * i], spec, spec, f"{what} gradient {i}")
 
 
+def check_bias_sums(rows: int, cols: int, kind: str, dtype: torch.dtype, device: str, spec: QuantSpec) -> None:
+    """The bias gradient beside a derivative is that of quantizing what it stores, to the bit: fused is unfused.
+
+    Over 40 binades fp32 adds nothing exactly, so another order of the tokens gives other bits.
+    """
+    x, gate = (torch.randn(rows, cols).to(device, dtype) for _ in range(2))
+    grad = values(rows, cols, FP32, device, specials=False)
+    grad = (grad.sign() * grad.abs().sqrt() if dtype is FP16 else grad).to(dtype)
+    gated = kind in reference_ops.GATED_KINDS
+    colwise = QuantSpec(hadamard=64) if spec == HOPPER else spec  # a pass of its own
+    back = activation_quantize.activation_backward(grad, x, gate if gated else None, kind, spec, colwise, True, None)
+    for i in range(1 + gated):
+        apart = quantize.quantize_and_sum(back[i], spec, colwise)[4]
+        assert torch.equal(back[i + 2], apart), f"{kind} {dtype} {spec}: sums {i} depend on the kernel"
+        doubled = back[i].double()
+        error = (apart - doubled.sum(0)).abs() / doubled.abs().sum(0)
+        assert (error < 2.0**-22).all(), f"{kind} {dtype} {spec}: sums {i}, off by {error.max():.1e}"
+        assert (error > 0).any(), "exact sums say nothing about their order"
+
+
 def check_every_bf16(kind: str, device: str) -> None:
     """Activation and slope of every bf16 up to 2**60 are rounded correctly, but for near ties and below 2**-40."""
     x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(BF16).view(512, 128)
@@ -279,6 +299,8 @@ def activation_checks(device: str) -> Iterator[Callable[[], None]]:
     yield check(33, 64, "geglu_tanh", BF16, NATURAL, packed=True)
     yield check(33, 128, "geglu", BF16, HOPPER, packed=True, swizzled=True)
     yield check(0, 64, "reglu", BF16, NATURAL)
+    for kind, dtype, spec in itertools.product(("gelu", "swiglu"), (BF16, FP16, FP32), (NATURAL, HOPPER, SQUARE)):
+        yield lambda kind=kind, dtype=dtype, spec=spec: check_bias_sums(300, 160, kind, dtype, device, spec)
     if device == "cuda":
         yield check(8192 + 77, 4096, "gelu", BF16, HOPPER)
         yield check(8192, 2048, "swiglu", BF16, SQUARE, packed=True)
