@@ -49,7 +49,7 @@ def gdpa_calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "gdpa pooled forward", partial(gdpa.forward, seeds, kv, kv, *layout, **options)
     yield "gdpa pooled backward", partial(gdpa_backward.backward, seeds, seeds, kv, kv, *layout, **options)
     q, kv = (torch.zeros(rows, heads, 128, dtype=torch.bfloat16) for rows, heads in ((8 * LONG, HEADS), (ROWS, 2)))
-    for longest in (64, 128, 256):
+    for longest in (64, 128):
         layout = torch.tensor([0, len(q)], dtype=torch.int32), offsets, len(q), longest, None
         yield f"gdpa short {longest} forward", partial(gdpa.forward, q, kv, kv, *layout, activation="gelu", **scales)
     for width, groups, size, causal in BLOCK_CASES:

@@ -39,7 +39,7 @@ def test_the_inner_loops_are_asynchronous_wgmma_and_few_instructions() -> None:
     """
     q = torch.zeros(8192, 4, 128, dtype=torch.bfloat16)
     offsets = torch.tensor([0, 8192], dtype=torch.int32)
-    layouts = [(offsets, offsets, 8192, longest, None) for longest in (8192, 256)]
+    layouts = [(offsets, offsets, 8192, longest, None) for longest in (8192, 128)]
     options = {"activation": "gelu", "pre_scale": 0.1, "post_scale": 0.1}
     found = {}
     for layout in layouts:

@@ -10,7 +10,7 @@ the L2 cache but for the first tile of a sample, and writes O: `2 H (D + E) (1 +
 Rows of V that are filled with zeros add nothing and need no mask. Under a causal mask or a window, and where the last
 block slides back over keys already taken (`_tiles`), pairs are masked after the activation, in those blocks alone.
 
-At most 256 keys a sample and more than 128 queries go to `gdpa_short`, if there are tiles enough: it keeps K and V and
+At most 128 keys a sample and more than 128 queries go to `gdpa_short`, if there are tiles enough: it keeps K and V and
 walks over Q.
 
 `broadcast_q`: one set of queries for every sample, read from the same rows each time.
