@@ -1,4 +1,4 @@
-"""Sums over K whose columns are dealt to threads in blocks of 32, and what is made of them in registers.
+"""What epilogues make of sums in registers, whose columns are dealt to threads in blocks of 32.
 
 wgmma deals the columns of its result to the four threads of a row two at a time, so a block of 32, which shares a
 scale, would lie in four threads. TMA therefore puts the rows of b into shared memory in another order
@@ -14,54 +14,11 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from .._device import fp8_quad, pack, scale_byte, unpack
 from .._staged import halves_max, mul_bf16x2, reinterpret
 from ._gluon import barrier, tma_store
-from ._hopper_kernel import in_order, multiply
-
-
-@gluon.jit
-def accumulate(
-    a_smem, b_smem, a_scale, b_scale, full, empty, after, i, K, steps,
-    OWN: gl.constexpr, MT: gl.constexpr, MW: gl.constexpr, NB: gl.constexpr, BA: gl.constexpr, J: gl.constexpr,
-    NS: gl.constexpr, HOLD: gl.constexpr, PASS: gl.constexpr, DEAL: gl.constexpr, L: gl.constexpr,
-):  # fmt: skip
-    """Two sums (64, 128) over all of K, with columns in order: of MW times 64 rows from OWN on, or of NB times 128
-    columns; with one of each both are the same.
-
-    HOLD: do not release the last step, beside whose operands the bias lies.
-    PASS: arrive at `after` once every step is there. Whoever takes the next steps must not wait for one before: a
-        barrier tells a phase only from the one before it, not from the one before that.
-    """
-    COLS: gl.constexpr = 2 if BA == 1 else BA
-    acc0 = in_order(gl.zeros([64, 128], gl.float32, L), [64, 128 // COLS, COLS], DEAL)
-    acc1 = acc0
-    p = gl.zeros([64, 128], gl.float32, L)
-    for kt in range(steps):
-        s = i % NS
-        mbarrier.wait(full.index(s), (i // NS) & 1)
-        if PASS:
-            mbarrier.arrive(after, count=1, pred=kt + 1 == steps)
-        a = a_smem.index(s * MT + OWN)
-        b = b_smem.index(s * NB).reshape([128, 128])
-        for j in gl.static_range(J):
-            acc0, p = multiply(acc0, p, K < 0, a, b, a_scale, b_scale, s * J + j, OWN, j, J, BA, MT, DEAL, 0)
-            if MW == 2:
-                a1 = a_smem.index(s * MT + OWN + 1)
-                acc1, p = multiply(acc1, p, K < 0, a1, b, a_scale, b_scale, s * J + j, OWN + 1, j, J, BA, MT, DEAL, 0)
-            if NB == 2:
-                b1 = b_smem.index(s * NB + 1).reshape([128, 128])
-                acc1, p = multiply(
-                    acc1, p, K < 0, a, b1, a_scale, b_scale, s * J + j, OWN, j, J, BA, MT, DEAL, 128 // COLS
-                )  # fmt: skip
-        if HOLD:
-            mbarrier.arrive(empty.index(s), count=1, pred=kt + 1 < steps)
-        else:
-            mbarrier.arrive(empty.index(s), count=1)
-        i += 1
-    return acc0.reshape([64, 128]), acc1.reshape([64, 128]), i
 
 
 @gluon.jit

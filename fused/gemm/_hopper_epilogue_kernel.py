@@ -28,14 +28,52 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .._activation_math import act
 from .._device import inv_scale, pack, unpack
-from ._hopper_dealt import accumulate, block_amax, over_row, quantize_words, stage, store_bytes, words_of
-from ._hopper_kernel import load_operands, load_scales, unit_at
+from ._hopper_dealt import block_amax, over_row, quantize_words, stage, store_bytes, words_of
+from ._hopper_kernel import in_order, load_operands, load_scales, multiply, unit_at
 
 SCALARS = [
     "sa_ptr", "sb_ptr", "bias_ptr", "residual_ptr", "s_ptr", "M", "N", "K", "a_stride", "b_stride", "residual_stride",
     "steps",
 ]  # fmt: skip
 """Never specialized: token counts change every step, and a new one must not compile new code."""
+
+
+@gluon.jit
+def accumulate(
+    a_smem, b_smem, a_scale, b_scale, full, empty, i, K, steps,
+    OWN: gl.constexpr, MT: gl.constexpr, MW: gl.constexpr, NB: gl.constexpr, BA: gl.constexpr, J: gl.constexpr,
+    NS: gl.constexpr, HOLD: gl.constexpr, DEAL: gl.constexpr, L: gl.constexpr,
+):  # fmt: skip
+    """Two sums (64, 128) over all of K, with columns in order: of MW times 64 rows from OWN on, or of NB times 128
+    columns; with one of each both are the same.
+
+    HOLD: do not release the last step, beside whose operands the bias lies.
+    """
+    COLS: gl.constexpr = 2 if BA == 1 else BA
+    acc0 = in_order(gl.zeros([64, 128], gl.float32, L), [64, 128 // COLS, COLS], DEAL)
+    acc1 = acc0
+    p = gl.zeros([64, 128], gl.float32, L)
+    for kt in range(steps):
+        s = i % NS
+        mbarrier.wait(full.index(s), (i // NS) & 1)
+        a = a_smem.index(s * MT + OWN)
+        b = b_smem.index(s * NB).reshape([128, 128])
+        for j in gl.static_range(J):
+            acc0, p = multiply(acc0, p, K < 0, a, b, a_scale, b_scale, s * J + j, OWN, j, J, BA, MT, DEAL, 0)
+            if MW == 2:
+                a1 = a_smem.index(s * MT + OWN + 1)
+                acc1, p = multiply(acc1, p, K < 0, a1, b, a_scale, b_scale, s * J + j, OWN + 1, j, J, BA, MT, DEAL, 0)
+            if NB == 2:
+                b1 = b_smem.index(s * NB + 1).reshape([128, 128])
+                acc1, p = multiply(
+                    acc1, p, K < 0, a, b1, a_scale, b_scale, s * J + j, OWN, j, J, BA, MT, DEAL, 128 // COLS
+                )  # fmt: skip
+        if HOLD:
+            mbarrier.arrive(empty.index(s), count=1, pred=kt + 1 < steps)
+        else:
+            mbarrier.arrive(empty.index(s), count=1)
+        i += 1
+    return acc0.reshape([64, 128]), acc1.reshape([64, 128]), i
 
 
 @gluon.jit
@@ -144,8 +182,8 @@ def consume(
         row, col, _, _, _ = unit_at(u, M, N, K, steps, BM, BN, GROUP)
         row += W * MW * 64
         acc0, acc1, i = accumulate(
-            a_smem, b_smem, a_scale, b_scale, full, empty, full, i, K, steps,
-            W * MW, BM // 64, MW, NB, BA, J, NS, BIAS, False, DEAL, L,
+            a_smem, b_smem, a_scale, b_scale, full, empty, i, K, steps,
+            W * MW, BM // 64, MW, NB, BA, J, NS, BIAS, DEAL, L,
         )  # fmt: skip
         bias0 = 0.0
         bias1 = 0.0

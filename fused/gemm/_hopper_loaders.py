@@ -171,6 +171,12 @@ def store_column_scales(smem, even, odd, s, BA: gl.constexpr, J: gl.constexpr):
 
 
 @gluon.jit
+def store_bias(smem, bias_ptr, col, N, BN: gl.constexpr):
+    n = col + gl.arange(0, BN, gl.BlockedLayout([2], [32], [gl.num_warps()], [0]))
+    smem.store(gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32))
+
+
+@gluon.jit
 def load_scales(
     sa_ptr, sb_ptr, bias_ptr, a_scale, b_scale, bias, full, empty, M, N, K, a_stride, b_stride, steps, units,
     BM: gl.constexpr, BN: gl.constexpr, BA: gl.constexpr, J: gl.constexpr,
@@ -213,8 +219,7 @@ def load_scales(
                 store_column_scales(b_scale, even[t], odd[t], s, BA, J)
                 if BIAS:  # noqa: SIM102 (one is known at compile time)
                     if now + t + 1 == now_last:
-                        n = now_col + gl.arange(0, BN, gl.BlockedLayout([2], [32], [gl.num_warps()], [0]))
-                        bias.index(s).store(gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32))
+                        store_bias(bias.index(s), bias_ptr, now_col, N, BN)
                 barrier()
                 mbarrier.arrive(full.index(s), count=1)
                 i += 1
@@ -325,8 +330,7 @@ def load_fine_scales(
                 b_scale.index(s).store(chunk.to(gl.float32, bitcast=True))
                 if BIAS:  # noqa: SIM102 (one is known at compile time)
                     if now + t + 1 == now_last:
-                        n = now_col + gl.arange(0, BN, gl.BlockedLayout([2], [32], [gl.num_warps()], [0]))
-                        bias.index(s).store(gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32))
+                        store_bias(bias.index(s), bias_ptr, now_col, N, BN)
                 barrier()
                 mbarrier.arrive(full.index(s), count=1)
                 s += 1
