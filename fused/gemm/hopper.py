@@ -96,6 +96,10 @@ COLUMNS_LOW = Config(
 # 64 cycles of wgmma and 69 of multiply-adds alone come to 137 together, so what scales and control add is all there is
 # to save. A third warpgroup fills the gaps (8192^3: 826 TFLOP/s against 718); two with two sets of partial sums, whose
 # promotion lies under the next product, or with factors multiplied by the loader, gain nothing (695, 752).
+# A scale for every column too takes one multiply an element more: 183 instructions a warp and 32 of K in all. Factors
+# read for 32 columns at a time need 155 and make room for a third warpgroup, which takes as long at 8192^3 and 3 % less
+# at 65536x1024x1024. Both operands dequantized to BF16 for cuBLAS take 0.54 and 0.70 of the time, and their copies.
+# Waiting for the next step's operands under a product is worth nothing here (0.5 % either way).
 FINE_WIDE = Config(
     consumers=3, subtiles=1, stages=4, stages_fp32=0, registers=152, loader_registers=56, step_us=1.1
 )  # fmt: skip
