@@ -49,7 +49,8 @@ _DOT_SCALED = Choice(
 CHOICES = {
     "reference": Choice(steps=frozenset(STEPS), why="plain torch: an epilogue is its steps one by one, at no gain"),
     # Blocks on an H200 with an epilogue, forward and backward, took 0.98 (GELU) and 1.00 (SwiGLU) of the speed without.
-    "hopper": Choice(why="measured: an epilogue costs tensor cores about what it saves, so kernels of their own stay"),
+    # Why: `fused/gemm/_hopper_epilogue_kernel.py`.
+    "hopper": Choice(why="measured: an epilogue takes the GEMM about the time it saves, so kernels of their own stay"),
     "blackwell": _DOT_SCALED,
     "triton": _DOT_SCALED,
 }
