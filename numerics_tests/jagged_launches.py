@@ -62,5 +62,7 @@ def jagged_calls() -> Iterator[tuple[str, Callable[[], Any]]]:
         backward = partial(jagged.backward, q, q, kv, kv, q, lse, *layout, scale=0.1, **MASKS[mask])
         yield f"{name} forward", forward
         yield f"{name} backward", backward
+        if width == 128 and groups == HEADS and mask in ("full", "window") and not bias:
+            yield f"{name} forward on hopper", partial(as_on_hopper, forward)
         if width == 128 and groups == HEADS and mask == "full" and not bias:
             yield f"{name} backward on hopper", partial(as_on_hopper, backward)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -12,15 +12,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton defines the kernels")
 
-from fused.attention import jagged, jagged_hopper, jagged_reference
+from fused.attention import jagged, jagged_hopper
 from numerics_tests import gluon_in_python, jagged_checks
-from numerics_tests.jagged_checks import GLUON, GLUON_64, WIDE
-
-
-def forward(q: Tensor, k: Tensor, v: Tensor, *layout: Any, config: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """What the forward would leave for backward, rounded once."""
-    out, lse = jagged_reference.jagged_forward(q.double(), k.double(), v.double(), *layout, **kwargs)
-    return out.to(q.dtype), lse.float()
+from numerics_tests.jagged_checks import GLUON, GLUON_IN_TURN, WIDE
 
 
 @pytest.fixture
@@ -28,44 +22,53 @@ def launches() -> Iterator[list[str]]:
     """Names of the kernels that were launched in Python."""
     found: list[str] = []
 
-    def launch(kernel: Any, key: Any, device: Any, programs: int, args: tuple[Any, ...], warps: int) -> None:
+    def launch(kernel: Any, key: Any, device: Any, programs: int, args: tuple[Any, ...], **options: int) -> None:
         found.append(kernel.fn.__name__)
         gluon_in_python.launch(kernel, programs, args)
 
     def boxes(x: Tensor, shape: tuple[int, int], stride: int, *block: int) -> gluon_in_python.Descriptor:
         return gluon_in_python.Descriptor(x.as_strided(shape, (stride, 1)))
 
-    with (
-        mock.patch.multiple(jagged_hopper, launch=launch, _boxes=boxes),
-        mock.patch.object(jagged, "forward", forward),
-    ):
+    with mock.patch.multiple(jagged_hopper, launch=launch, _boxes=boxes):
         yield found
 
 
-def calls() -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+def calls(checks: Callable[..., Iterator[Any]]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Of the checks that a GPU gets, those that say how to launch."""
     found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    for _ in jagged_checks.hopper_checks(lambda *args, **options: found.append((args, options)) or (lambda: None)):
+    for _ in checks(lambda *args, **options: found.append((args, options)) or (lambda: None)):
         pass
-    return [call for call in found if call[1]["config"] is not None]
+    return [(args, options) for args, options in found if options.get("config", args) is not None]
 
 
 @pytest.mark.parametrize(
-    ("args", "options"), calls(), ids=lambda x: "-".join(map(str, x)) if isinstance(x, tuple) else ""
+    ("args", "options"),
+    calls(jagged_checks.hopper_checks),
+    ids=lambda x: "-".join(map(str, x)) if isinstance(x, tuple) else "",
 )
 def test_kernels_agree_with_float64(args: Any, options: Any, launches: list[str]) -> None:
     case, mask, dtype = args
     jagged_checks.check(case, mask, dtype, "cpu", **options)
-    assert len(launches) == (1 + bool(sum(case.k_lengths)) if sum(case.q_lengths) else 0)
+    assert len(launches) == (2 + bool(sum(case.k_lengths)) if sum(case.q_lengths) else 0)
+
+
+@pytest.mark.parametrize(
+    ("args", "options"),
+    calls(jagged_checks.hopper_window_checks),
+    ids=lambda x: str(x[0]) if isinstance(x, tuple) else str(x["window"]),
+)
+def test_windows_agree_with_float64(args: Any, options: Any, launches: list[str]) -> None:
+    jagged_checks.forward_check(*args, "cpu", **options)
+    assert launches == (["forward_hopper_kernel"] if sum(args[0].q_lengths) else [])
 
 
 def test_samples_are_apart_and_strides_are_read(launches: list[str]) -> None:
-    jagged_checks.isolation_check("cpu", WIDE, GLUON_64)
+    jagged_checks.isolation_check("cpu", WIDE, GLUON_IN_TURN)
     jagged_checks.stride_check("cpu", WIDE, GLUON)
-    assert len(launches) == 12
+    assert len(launches) == 18
 
 
-@pytest.mark.parametrize("kernel", ["dq", "dkdv"])
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
 def test_a_wait_too_few_is_noticed(kernel: str, launches: list[str]) -> None:
     """What a product leaves in flight is not there to be read, nor a block that is still on its way."""
 
@@ -81,22 +84,25 @@ def test_a_wait_too_few_is_noticed(kernel: str, launches: list[str]) -> None:
         mock.patch.object(gluon_in_python.Gluon, "warpgroup_mma_wait", early),
         pytest.raises(AssertionError, match="in flight"),
     ):
-        jagged_checks.check(WIDE, "full", torch.bfloat16, "cpu", config=GLUON)
+        jagged_checks.check(WIDE, "full", torch.bfloat16, "cpu", config=GLUON_IN_TURN)
     with (
         mock.patch.object(gluon_in_python.Barrier, "wait", never),
         pytest.raises(AssertionError, match="not finite"),
     ):
-        jagged_checks.check(WIDE, "full", torch.bfloat16, "cpu", config=GLUON)
+        jagged_checks.check(WIDE, "full", torch.bfloat16, "cpu", config=GLUON_IN_TURN)
 
 
 @pytest.mark.parametrize(
-    ("change", "taken"),
+    ("change", "forward", "backward"),
     [
-        ({}, True), ({"dtype": torch.float16}, False), ({"dim": 64}, False), ({"groups": 2}, False),
-        ({"causal": True}, False), ({"window": 9}, False), ({"scale": -0.1}, False),
+        ({}, True, True), ({"window": 9}, True, False), ({"dtype": torch.float16}, False, False),
+        ({"dim": 64}, False, False), ({"groups": 2}, False, False), ({"causal": True}, False, False),
+        ({"scale": -0.1}, False, False),
     ],
 )  # fmt: skip
-def test_a_hopper_gets_what_was_held_against_float64_there(change: dict[str, Any], taken: bool) -> None:
+def test_a_hopper_gets_what_was_held_against_float64_there(
+    change: dict[str, Any], forward: bool, backward: bool
+) -> None:
     """Anything else stays with the portable kernels, and so does every other GPU."""
     dim, dtype, groups = change.get("dim", 128), change.get("dtype", torch.bfloat16), change.get("groups", 4)
     q, kv = (torch.zeros(64, heads, dim, dtype=dtype) for heads in (4, groups))
@@ -106,4 +112,5 @@ def test_a_hopper_gets_what_was_held_against_float64_there(change: dict[str, Any
     problem = jagged.problem_of(q, kv, kv, offsets, offsets, 64, 64, None, None, **options)
     assert not jagged_hopper.fits(problem)
     with mock.patch.object(jagged_hopper, "is_hopper", return_value=True):
-        assert jagged_hopper.fits(problem) == taken
+        assert jagged_hopper.fits(problem) == forward
+        assert jagged_hopper.fits_backward(problem) == backward

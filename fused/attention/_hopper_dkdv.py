@@ -70,7 +70,7 @@ def store_queries(
 def dkdv_hopper_kernel(
     q_desc, do_desc, stats_desc, k_desc, v_desc, q_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, schedule_ptr,
     skipped, H, QS8, GS8, TS, LAST_AT, scale, scale_log2,
-    BM: gl.constexpr, BN: gl.constexpr, SUB: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    STAGES: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, SUB: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """A unit a program; arguments as `jagged_backward.dkdv_kernel`'s."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 16])

@@ -1,18 +1,32 @@
-"""Device code in Gluon that jagged attention's kernels for Hopper share: rows to and from shared memory.
+"""Device code in Gluon that jagged attention's kernels for Hopper share: units, rows to and from shared memory, masks.
 
-What says where a tile lies is `_tiles`'s. A tile that a program keeps, and every block it walks over,
-is 64 or 32 rows of one head, moved by TMA; rows past a sample's end in a kept tile stay by themselves. A sample shorter
-than a block is read row by row and is one block, zero below its end.
+What says where a tile lies is `_tiles`'s. A tile that a program keeps, and every block it walks over, is 64 rows of
+one head, moved by TMA; rows past a sample's end in a kept tile stay by themselves. A sample shorter than a block is
+read row by row and is one block, zero below its end. A program leaves its results by way of a buffer of blocks, which
+therefore are as long as tiles.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..gemm._gluon import barrier, tma_load
-from ._tiles import block_start
+from ..gemm._gluon import barrier
+from ._tiles import read_entry
+
+
+@gluon.jit
+def entry_of(schedule_ptr, skipped, rank, EACH: gl.constexpr, SUB: gl.constexpr, BM: gl.constexpr):
+    """`_tiles.read_entry` of a program's tile of BM rows: one of SUB of an entry, each of which EACH programs take."""
+    first, q0, Lq, k0, Lk, sample = read_entry(schedule_ptr, skipped + rank // (EACH * SUB))
+    return first + rank % (EACH * SUB) // EACH * BM, q0, Lq, k0, Lk, sample
+
+
+@gluon.jit
+def step_after(i, blocks, head):
+    """Block and head of the step after a head's i-th: after its last, the next head's first."""
+    at_end = i + 1 == blocks
+    return gl.where(at_end, 0, i + 1), gl.where(at_end, head + 1, head)
 
 
 @gluon.jit
@@ -40,22 +54,18 @@ def store_some_rows(
 
 
 @gluon.jit
-def load_keys(
-    k_desc, v_desc, k_smem, v_smem, full, i, there, k0, Lk, head,
-    BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+def without_hidden(
+    x, t0, s0, first_key, Lk, window, masked,
+    WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy the i-th block of keys and values, if there."""
-    stage = i % STAGES
-    row = k0 + block_start(i, Lk, BN)
-    mbarrier.expect(full.index(stage), 2 * BN * D * 2, pred=there)
-    tma_load(k_desc, [row, head * D], full.index(stage), k_smem.index(stage), pred=there)
-    tma_load(v_desc, [row, head * D], full.index(stage), v_smem.index(stage), pred=there)
-
-
-@gluon.jit
-def without_others(x, s0, first_key, Lk, masked, BN: gl.constexpr, LAYOUT: gl.constexpr):
-    """Scores of BN keys from s0 on: -inf for keys before `first_key` and from Lk on. masked: there are such."""
+    """Scores of BM queries from position t0 on and BN keys from s0 on: -inf for keys before `first_key`, from Lk on,
+    and if WINDOW those farther than `window`. masked: there are such.
+    """
     if masked:
         s = (s0 + gl.arange(0, BN, gl.SliceLayout(0, LAYOUT)))[None, :]
-        x = gl.where((s >= first_key) & (s < Lk), x, -float("inf"))
+        some = (s >= first_key) & (s < Lk)
+        if WINDOW:
+            t = (t0 + gl.arange(0, BM, gl.SliceLayout(1, LAYOUT)))[:, None]
+            some = some & (s >= t - window) & (s <= t + window)
+        x = gl.where(some, x, -float("inf"))
     return x

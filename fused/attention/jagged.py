@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..jit import kernel
+from . import jagged_hopper
 from ._products import add_product, rounded
 from ._tiles import (
     LOG2E,
@@ -195,6 +196,8 @@ def forward(
 
 
 def _launch(problem: Problem, out: Tensor, lse: Tensor, config: Config) -> None:
+    if config.gluon:
+        return jagged_hopper.forward(problem, out, lse, config)
     q, k, v = problem.q, problem.k, problem.v
     heads, tma = q.x.shape[1], problem.tma
     forward_kernel[(config.programs(problem.entries[0], heads, q.x.device.index),)](

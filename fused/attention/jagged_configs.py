@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from .jagged_hopper import fits
+from .jagged_hopper import fits, fits_backward
 from .jagged_launch import Config, Problem
 
 FP32_CONFIG = Config(rows=32, block=32, warps=4, stages=1)
@@ -18,22 +18,41 @@ FP32_CONFIG = Config(rows=32, block=32, warps=4, stages=1)
 ALL_REGISTERS = (("maxnreg", 255),)
 """Unless told so, the assembler for Blackwell would rather spill a few words than take more than half."""
 
+THREE_PROGRAMS = (("maxnreg", 168),)
+"""Registers a thread that let three programs of a warpgroup share a multiprocessor."""
+
 SHORT = 384
 """Keys a sample on average, below which half-empty last blocks cost more than half as many steps save."""
+
+LONG = 960
+"""Keys that a query sees on average, from which on copies under the end of a unit save less than they keep track of."""
+
+
+def heads_in_turn(problem: Problem) -> int:
+    """Heads of a tile that a program of `jagged_hopper` takes one after the other."""
+    seen = problem.mean_keys if problem.window is None else min(problem.mean_keys, 2 * problem.window + 1)
+    return 4 if seen < LONG else 1
 
 
 def forward_config(problem: Problem) -> Config:
     """Of `jagged.forward`.
 
     Programs of one warpgroup with 64 queries, two or three of which share a multiprocessor: one's first loads and last
-    stores run while the others multiply. L 512: 319 in blocks of 32 keys, 305 in blocks of 64, 302 with 128 queries.
-    L 1024: 394, 412, 388. L 4096: 412, 482, 454. With a window of 128 at L 2048 blocks of 32 and of 64 take as long,
-    and 128 queries 8 % longer.
+    stores run while the others multiply. The kernel for Hopper at L 512, 1024, 2048 and 4096, four heads a program:
+    390, 477, 543, 583; one: 371, 477, 550, 602; the portable one 309, 411, 479, 521. With a window of 128 at L 2048
+    four take 0.416 ms, one 0.428, the portable one 0.488. Another block of K on its way leaves room for two programs a
+    multiprocessor: 346, 465, 455, 459 with four heads.
+
+    The portable one at L 512: 319 in blocks of 32 keys, 305 in blocks of 64, 302 with 128 queries. L 1024: 394, 412,
+    388. L 4096: 412, 482, 454.
     """
     if problem.q.x.dtype == torch.float32:
         return FP32_CONFIG
     if problem.has_bias:
         return Config(rows=64, block=32, warps=4, stages=2)
+    if fits(problem):
+        heads = heads_in_turn(problem)
+        return Config(rows=64, block=64, warps=4, stages=1, gluon=True, heads=heads, options=THREE_PROGRAMS)
     if problem.width > 128:
         return Config(rows=128, block=64, warps=8, stages=2)
     if problem.masked or problem.mean_keys < SHORT:
@@ -44,15 +63,15 @@ def forward_config(problem: Problem) -> Config:
 def dq_config(problem: Problem) -> Config:
     """Of dQ.
 
-    The kernels for Hopper with blocks of 64 keys, at L 512, 1024 and 4096: 363, 504, 692; of 32 keys: 354, 472, 564.
-    The portable ones: 304, 416, 543, and of 32 keys 314, 425, 525.
+    The kernel for Hopper at L 512, 1024 and 4096, four heads a program: 392, 516, 665; one: 378, 517, 692. The
+    portable one: 304, 416, 543, and in blocks of 32 keys 314, 425, 525.
     """
     if problem.q.x.dtype == torch.float32:
         return FP32_CONFIG
     if problem.has_bias:  # a second stage would also keep what is looked up by time in flight, in registers
         return Config(rows=64, block=32, warps=8, stages=1, options=ALL_REGISTERS)
-    if fits(problem):
-        return Config(rows=64, block=64, warps=4, stages=2, gluon=True)
+    if fits_backward(problem):
+        return Config(rows=64, block=64, warps=4, stages=2, gluon=True, heads=heads_in_turn(problem))
     if problem.width > 128:
         return Config(rows=64, block=32, warps=4, stages=2)
     if problem.masked or problem.mean_keys >= SHORT:
@@ -72,7 +91,7 @@ def dkdv_config(problem: Problem) -> Config:
         return Config(rows=64, block=32, warps=8, stages=2, options=ALL_REGISTERS)
     if problem.width > 128:
         return Config(rows=64, block=32, warps=8, stages=2)
-    if fits(problem):
+    if fits_backward(problem):
         return Config(rows=64, block=64, warps=4, stages=2, gluon=True)
     plain = not problem.masked and problem.groups == 1
     return Config(rows=64, block=64 if plain else 32, warps=4, stages=2)

@@ -1,11 +1,12 @@
 """Launches of jagged attention's Gluon kernels for Hopper, and which problems are theirs: what they were held against
 float64 on, bf16 and heads of 128, each with its own keys. Anything else, and any other GPU, runs the same sums in the
-Triton kernels of `jagged_backward`.
+Triton kernels of `jagged` and `jagged_backward`.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from math import gcd
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..gemm._gluon import launch
-from . import _hopper_dkdv, _hopper_dq
+from . import _hopper_dkdv, _hopper_dq, _hopper_forward
 from ._tiles import LOG2E
 from .jagged_launch import Config, Operand, Problem
 
@@ -23,11 +24,16 @@ WIDTH = 128
 
 
 def fits(problem: Problem) -> bool:
-    """Whether these kernels compute its gradients."""
+    """Whether these kernels compute its output."""
     q, v = problem.q.x, problem.v.x
     shaped = q.shape[2] == v.shape[2] == WIDTH and q.dtype == torch.bfloat16 and problem.groups == 1
-    plain = problem.scale > 0 and not problem.has_bias and not problem.masked
+    plain = problem.scale > 0 and not problem.has_bias and not problem.causal
     return shaped and plain and problem.tma and is_hopper(q.device.index)
+
+
+def fits_backward(problem: Problem) -> bool:
+    """Whether these kernels compute its gradients."""
+    return fits(problem) and not problem.masked
 
 
 @lru_cache(maxsize=64)
@@ -58,36 +64,51 @@ def _heads(operand: Operand, rows: int) -> TensorDescriptor:
 
 def _launch(
     kernel: Any, problem: Problem, config: Config, keys: bool, tensors: tuple[Tensor, ...], args: tuple[Any, ...],
-    constants: tuple[Any, ...],
+    constants: tuple[Any, ...], each: int = 1,
 ) -> None:  # fmt: skip
+    """`each`: heads a program."""
     device, heads = problem.q.x.device.index, problem.q.x.shape[1]
+    constants = *constants, config.rows, config.block, config.tiles, WIDTH
     key = kernel.__name__, problem.q.x.dtype, config, constants, tuple(t.data_ptr() % 16 == 0 for t in tensors)
-    programs = config.programs(problem.entries[keys], heads, device)
-    launch(kernel, key, device, programs, (*args, *constants), warps=config.warps)
+    programs = config.programs(problem.entries[keys], heads // each, device)
+    launch(kernel, key, device, programs, (*args, *constants), warps=config.warps, **dict(config.options))
+
+
+def forward(problem: Problem, out: Tensor, lse: Tensor, config: Config) -> None:
+    """`jagged.forward` into out and lse."""
+    q, k, v, heads = problem.q, problem.k, problem.v, problem.q.x.shape[1]
+    args = (
+        _heads(q, config.rows), _heads(k, config.block), _heads(v, config.block), k.x, v.x, out, lse, problem.schedule,
+        k.stride8, v.stride8, problem.scale * LOG2E.value, problem.window or 0,
+    )  # fmt: skip
+    each = gcd(heads, config.heads)
+    constants = problem.window is not None, each, heads
+    tensors = k.x, v.x, out, lse, problem.schedule
+    _launch(_hopper_forward.forward_hopper_kernel, problem, config, False, tensors, args, constants, each)
 
 
 def dq(problem: Problem, do: Operand, o: Operand, lse: Tensor, stats: Any, dq: Tensor, config: Config) -> None:
     """What `stats` holds, and dQ unless that is empty."""
-    q, k, v, width, s = problem.q, problem.k, problem.v, problem.q.x.shape[2], stats.x
+    q, k, v, heads, s = problem.q, problem.k, problem.v, problem.q.x.shape[1], stats.x
     args = (
         *(_heads(x, config.rows) for x in (q, do, o)), _heads(k, config.block), _heads(v, config.block), k.x, v.x, lse,
-        s, dq if dq.numel() else q.x, problem.schedule, q.x.shape[1], k.stride8, v.stride8,
-        s.stride(0), stats.last_at, problem.scale, problem.scale * LOG2E.value,
+        s, dq if dq.numel() else q.x, problem.schedule, k.stride8, v.stride8, s.stride(0), stats.last_at,
+        problem.scale, problem.scale * LOG2E.value,
     )  # fmt: skip
-    constants = dq.numel() > 0, stats.block, config.rows, config.block, config.tiles, width, config.stages
+    each = gcd(heads, config.heads)
+    constants = dq.numel() > 0, stats.block, each, heads
     tensors = k.x, v.x, lse, s, problem.schedule
-    _launch(_hopper_dq.dq_hopper_kernel, problem, config, False, tensors, args, constants)
+    _launch(_hopper_dq.dq_hopper_kernel, problem, config, False, tensors, args, constants, each)
 
 
 def dkdv(problem: Problem, do: Operand, stats: Any, dk: Tensor, dv: Tensor, config: Config) -> None:
-    """Of tiles of keys, dK and dV."""
-    q, k, v, width, s = problem.q, problem.k, problem.v, problem.q.x.shape[2], stats.x
+    """Of tiles of keys, dK and dV, of one head a program."""
+    q, k, v, s = problem.q, problem.k, problem.v, stats.x
     args = (
         _heads(q, config.block), _heads(do, config.block),
         _boxes(s, (s.shape[0], s.shape[1]), s.stride(0), 1, config.block), _heads(k, config.rows),
         _heads(v, config.rows), q.x, do.x, s, dk, dv, problem.schedule, 1 + problem.entries[0], q.x.shape[1],
         q.stride8, do.stride8, s.stride(0), stats.last_at, problem.scale, problem.scale * LOG2E.value,
     )  # fmt: skip
-    constants = config.rows, config.block, config.tiles, width, config.stages
     tensors = q.x, do.x, s, dk, dv, problem.schedule
-    _launch(_hopper_dkdv.dkdv_hopper_kernel, problem, config, True, tensors, args, constants)
+    _launch(_hopper_dkdv.dkdv_hopper_kernel, problem, config, True, tensors, args, (config.stages,))

@@ -32,7 +32,9 @@ class Config:
         rows: of the tile a program keeps; block: rows a step of its loop takes. stages: steps in flight.
         per_processor: programs a multiprocessor holds, which then take all units in turns; 0: one unit a program, and
             the next in the list to whatever multiprocessor is free.
-        options: further ones of the compiler. gluon: whether `jagged_hopper`'s kernels run it, not the portable ones.
+        options: further ones of the compiler.
+        gluon: whether `jagged_hopper`'s kernels run it, not the portable ones. heads: how many, at most, a program of
+            theirs takes in turn, forward and for dQ, where `stages` is theirs.
     """
 
     rows: int
@@ -42,6 +44,7 @@ class Config:
     per_processor: int = 0
     options: tuple[tuple[str, int], ...] = ()
     gluon: bool = False
+    heads: int = 1
 
     def programs(self, entries: int, heads: int, device: int | None) -> int:
         """Programs for so many entries of a schedule."""

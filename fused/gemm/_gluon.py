@@ -22,18 +22,19 @@ _compiled: dict[Hashable, Any] = {}
 
 
 def launch(
-    kernel: Any, key: Hashable, device: int | None, programs: int, args: tuple[Any, ...], warps: int
+    kernel: Any, key: Hashable, device: int | None, programs: int, args: tuple[Any, ...], warps: int, **options: int
 ) -> None:  # fmt: skip
     """Run `kernel` on every program, compiling at the first sight of `key`.
 
-    `key` and `device` must determine everything the code depends on: constants, dtypes, descriptors' blocks. Later
-    calls go to the compiled kernel, which costs a quarter of specializing all arguments again.
+    `key` and `device` must determine everything the code depends on: constants, dtypes, descriptors' blocks, and
+    `options` of the compiler. Later calls go to the compiled kernel, which costs a quarter of specializing all
+    arguments again.
     """
     key = device, key
     found = _compiled.get(key)
     if found is None:
         # Fusing p * s + acc into one instruction loses nothing: p * s is exact. Newer triton no longer does it unasked.
-        found = _compiled[key] = kernel[(programs,)](*args, num_warps=warps, enable_fp_fusion=True)
+        found = _compiled[key] = kernel[(programs,)](*args, num_warps=warps, enable_fp_fusion=True, **options)
     else:
         launch_compiled(found, (programs,), device, args)
     launched(found, (programs,), args)
