@@ -219,6 +219,7 @@ def edge_checks(device: str) -> Iterator[Callable[[], None]]:
             yield lambda config=config: isolation_check(device, WIDE, config)
             yield lambda config=config: stride_check(device, WIDE, config)
         yield lambda: wanted_check(device, WIDE, biased=False)
+        yield lambda: turns_check(device)
 
 
 def isolation_check(device: str, case: JaggedCase = EDGE, config: jagged_launch.Config = SMALL) -> None:
@@ -271,6 +272,14 @@ def order_check(device: str) -> None:
     for name, *values in zip(NAMES, *results, strict=True):
         assert torch.equal(values[0], values[1]), f"{name}: a shared schedule changes the result"
         assert torch.equal(values[0], values[2]), f"{name}: the order of tiles changes the result"
+
+
+def turns_check(device: str) -> None:
+    """How many heads a program takes is no part of a result, so a batch's mean length is none."""
+    t = jagged_cases.tensors(WIDE, dtype=BF16, device=device)
+    apart, in_turn = (run(t, None, config, scale=0.2) for config in (GLUON, GLUON_IN_TURN))
+    for name, one, other in zip(NAMES, apart, in_turn, strict=True):
+        assert torch.equal(one, other), f"{name}: heads in turn change the result"
 
 
 def wanted_check(device: str, case: JaggedCase = EDGE, biased: bool = True) -> None:

@@ -68,6 +68,11 @@ def test_samples_are_apart_and_strides_are_read(launches: list[str]) -> None:
     assert len(launches) == 18
 
 
+def test_heads_in_turn_have_the_bits_of_heads_apart(launches: list[str]) -> None:
+    jagged_checks.turns_check("cpu")
+    assert len(launches) == 6
+
+
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
 def test_a_wait_too_few_is_noticed(kernel: str, launches: list[str]) -> None:
     """What a product leaves in flight is not there to be read, nor a block that is still on its way."""

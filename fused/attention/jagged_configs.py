@@ -41,7 +41,7 @@ def forward_config(problem: Problem) -> Config:
     stores run while the others multiply. The kernel for Hopper at L 512, 1024, 2048 and 4096, four heads a program:
     390, 477, 543, 583; one: 371, 477, 550, 602; the portable one 309, 411, 479, 521. With a window of 128 at L 2048
     four take 0.416 ms, one 0.428, the portable one 0.488. Another block of K on its way leaves room for two programs a
-    multiprocessor: 346, 465, 455, 459 with four heads.
+    multiprocessor, not three: 346, 465, 455, 459 against 401, 488, 507, 589 of the same run, four heads each.
 
     The portable one at L 512: 319 in blocks of 32 keys, 305 in blocks of 64, 302 with 128 queries. L 1024: 394, 412,
     388. L 4096: 412, 482, 454.
