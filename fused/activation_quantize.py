@@ -40,6 +40,7 @@ from .launch import DTYPES, dense_rows, plan_emission, words
 from .quantize import quantize_both
 from .reference_ops import check_same, empty, split_operands
 from .spec import QuantSpec
+from .spread import in_lines, spread
 
 SCALARS = ["M", "K8", "LDU8", "LDX8", "LDG8", "MT", "OUT8", "UP_OFFSET8"]
 
@@ -283,13 +284,15 @@ def _staged_forward(other: Tensor, inner: Tensor, y: Tensor, plan: launch.Emissi
     from ._activation_staged import activation_staged_kernel  # Gluon, which the interpreter does not have
 
     rows, cols = inner.shape
+    held = plan if common["GATED"] else in_lines(plan)
     tile = launch.activation_staged_config(common["GATED"], plan.shared_rows)
     activation_staged_kernel[(-(-rows // launch.TOKENS) * -(-cols // 128),)](
-        words(other), words(inner), words(y), plan.outputs[0].view(torch.int32), *plan.pointers[1:],
+        words(other), words(inner), words(y), plan.outputs[0].view(torch.int32), *held.pointers[1:],
         rows, cols // 8, other.stride(0) // 8, inner.stride(0) // 8, plan.stride_t,
-        **{name: common[name] for name in ("KIND", "GATED", "EMIT_HIGH")}, **launch.staged_flags(plan.flags),
+        **{name: common[name] for name in ("KIND", "GATED", "EMIT_HIGH")}, **launch.staged_flags(held.flags),
         num_warps=tile.warps, enable_fp_fusion=False, **tile.options,
     )  # fmt: skip
+    spread(held, plan)
 
 
 def activation_backward(

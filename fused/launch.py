@@ -136,10 +136,11 @@ def activation_backward_staged_config(gated: bool) -> TileConfig:
 
 
 def quantize_staged_config(shared_rows: bool) -> TileConfig:
-    """No config differs by more than 1 % (262144 x 512: 85 % for 1 x 128, 86 % for 32 x 32; 65536 x 1024: 84 and 85 %;
-    16384 x 4096: 82 %). The arithmetic is hidden: loads and stores alone take 92 %. The rest is scales in pieces of
-    four bytes, a row's and a feature's: 92 % without scales, 90 % in the 128 x 4 layout. Tiles in groups of 2 to 16
-    strips change nothing; programs of two tiles are slower, one above the other 84 %, side by side 82 %.
+    """No config differs by more than 1 %: loads and stores alone take 92 %, so the arithmetic is hidden. The rest is
+    scales in pieces of four bytes, a row's and a feature's: 92 % without scales, 90 % in the 128 x 4 layout, hence
+    `spread`. Longer pieces cost the programs that make them as much: of two tiles one above the other 84 %, a loop over
+    four that copies the next one meanwhile 81 %, over eight, whose pieces are whole sectors, 80 %. Groups of 2 to 16
+    strips change nothing.
     """
     return TileConfig(warps=8 if shared_rows else 4)
 
@@ -175,6 +176,13 @@ def _stages(device: torch.device) -> bool:
     if triton.knobs.runtime.interpret:
         return False
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
+
+
+SPREAD_ELEMENTS = 2**26
+"""Elements from which on `spread` pays for its launch (quantize 1 x 128 and 32 x 32: 16384 x 4096 from 82 to 86 %;
+262144 x 512 from 85 to 86 and 86 to 87 %; 65536 x 1024, the least that was measured, 85.0 to 85.5 % and no change; GELU
+65536 x 4096 from 82 to 85 and 82 to 83 %). It slows norms (262144 x 512: 73 to 71 and 75 to 74 %; 65536 x 1024:
+68 to 66 %)."""
 
 
 LEAST_PROGRAMS = 264

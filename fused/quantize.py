@@ -37,6 +37,7 @@ from .jit import kernel
 from .launch import DTYPES, Emission, dense_rows, plan_emission, words
 from .reference_ops import Quantized, check_matrix
 from .spec import QuantSpec, Rounding
+from .spread import in_lines, spread
 
 SCALARS = ["M", "K8", "LD8", "MT", "stream"]
 """Never specialized: token counts change every step, and a new one must not compile new code."""
@@ -302,13 +303,16 @@ def _quantize_staged(x: Tensor, plan: Emission, flags: dict[str, Any], partial: 
     from ._quantize_staged import quantize_staged_kernel  # Gluon, which the interpreter does not have
 
     rows, cols = x.shape
+    held = in_lines(plan) if flags["R_BR"] > 0 and flags["C_BR"] > 0 else plan
+    flags = {**flags, "SWIZZLED": held.flags["SWIZZLED"]}
     tile = launch.quantize_staged_config(flags["R_BR"] != 1)
     grid = (-(-rows // launch.TOKENS) * -(-cols // 128),)
     quantize_staged_kernel[grid](
-        words(x), plan.outputs[0].view(torch.int32), *plan.pointers[1:], x if partial is None else partial,
+        words(x), plan.outputs[0].view(torch.int32), *held.pointers[1:], x if partial is None else partial,
         rows, cols // 8, x.stride(0) // 8, plan.stride_t, SUM=partial is not None,
         **flags, num_warps=tile.warps, **tile.options,
     )  # fmt: skip
+    spread(held, plan)
 
 
 def launch_rows(rows: int, flags: dict[str, bool]) -> int:

@@ -244,6 +244,10 @@ def production_launches() -> list[Launch]:
                         matrix(width), matrix(2048), None, kind, spec, spec, want_bias, spec, emit_high=False  # noqa: B023
                     ),
                 )  # fmt: skip
+    spec = SPECS["1x128"]
+    for cols in (512, 1024, 4096):
+        x = matrix(cols, 2**26 // cols)
+        add(quantize, f"quantize large {cols}", lambda: quantize.quantize_both(x, spec, spec))  # noqa: B023
     add(quantize, "quantize sums alone", lambda: quantize.quantize_and_sum(matrix(512), None, None))
     for launch in epilogue_launches():
         found.setdefault((launch.kernel, launch.constants, launch.signature), launch)

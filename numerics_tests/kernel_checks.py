@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fused import activation_quantize, norm_backward, norm_quantize, quantize, reference_ops
+from fused import activation_quantize, launch, norm_backward, norm_quantize, quantize, reference_ops, spread
+from fused.scale_layout import swizzle_scale
 from fused.spec import TILES, QuantSpec
 from mxfp8_recipe import backends
 from mxfp8_recipe.backends import table
@@ -96,6 +97,34 @@ def check_sum(x: Tensor, rowwise, colwise, **options) -> None:
     assert torch.equal(total, again), "the sums depend on more than their input"
     bound = x.double().abs().sum(0) * 2.0**-20
     assert ((total.double() - x.double().sum(0)).abs() <= bound).all(), f"sum {tuple(x.shape)} {rowwise} {colwise}"
+
+
+def check_spread(rows: int, cols: int, device: str) -> None:
+    """Scales in the 128 x 4 layout come out plain, and what pads that layout is not read into them."""
+    with poisoned(), mock.patch.object(launch, "SPREAD_ELEMENTS", 0):
+        plan = launch.plan_emission(
+            torch.empty(0, device=device), rows, cols, HOPPER, HOPPER, swizzled=False, pad_tokens=1
+        )
+        held = spread.in_lines(plan)
+    assert held is not plan
+    expected = [torch.randint(0, 255, scale.shape, dtype=torch.uint8) for scale in plan.outputs[1::2]]
+    for scale, lines in zip(expected, held.pointers[1::2]):
+        padded = torch.full((-(-len(scale) // 128) * 128, scale.shape[1]), 255, dtype=torch.uint8)
+        padded[: len(scale)] = scale
+        lines.copy_(swizzle_scale(padded).view(torch.int32))
+    spread.spread(held, plan)
+    for scale, found in zip(expected, plan.outputs[1::2]):
+        assert torch.equal(scale, found.cpu()), f"scales of {rows} x {cols} were not spread over their rows"
+
+
+def spread_everywhere(check: Callable[..., None], *arguments: Any) -> Callable[[], None]:
+    """A check with the launches of large matrices."""
+
+    def run() -> None:
+        with mock.patch.object(launch, "SPREAD_ELEMENTS", 0):
+            check(*arguments)
+
+    return run
 
 
 def within_one_ulp(expected: Tensor, actual: Tensor, fraction: float, what: str, absolute: float = 0.0) -> None:
@@ -260,7 +289,15 @@ def quantize_checks(device: str) -> Iterator[Callable[[], None]]:
         yield lambda x=x, row=row, col=col: check_sum(x, row, col)
     strided = values(96, 70, BF16, device).t().contiguous().t()[:, 3:67]
     yield lambda: check_quantize(strided, NATURAL, HOPPER)
+    for rows, cols in ((384, 640), (4352, 128)):
+        yield lambda rows=rows, cols=cols: check_spread(rows, cols, device)
     if device == "cuda":
+        for (rows, cols), spec in itertools.product(
+            ((8192, 1024), (4224, 4224), (4096, 512), (400, 640)), (NATURAL, HOPPER, SQUARE)
+        ):
+            yield spread_everywhere(check_quantize, values(rows, cols, BF16, device), spec, spec)
+        x = values(8192, 1024, BF16, device, specials=False)
+        yield spread_everywhere(check_sum, x, HOPPER, HOPPER)
         for rows, cols in ((8192 + 77, 1024), (4096, 4096), (16384, 512)):
             for spec in (NATURAL, HOPPER, SQUARE):
                 yield check(rows, cols, BF16, spec, spec)
@@ -304,6 +341,8 @@ def activation_checks(device: str) -> Iterator[Callable[[], None]]:
     if device == "cuda":
         yield check(8192 + 77, 4096, "gelu", BF16, HOPPER)
         yield check(8192, 2048, "swiglu", BF16, SQUARE, packed=True)
+        for spec in (NATURAL, HOPPER, SQUARE):
+            yield spread_everywhere(check_activation, 1024, 640, "gelu", BF16, device, spec)
 
 
 def check_rows(op: str, tokens: int, device: str, *before: Any, high: str, groups: tuple[int, ...]) -> None:
