@@ -1,6 +1,6 @@
 """Checks of block and generalized attention's kernels against the float64 definition, as functions that raise.
 
-`python gdpa_checks.py block|gdpa|pointwise cpu|cuda [share shares]`, on the CPU with TRITON_INTERPRET=1 in the
+`python gdpa_checks.py block|gdpa|hopper|pointwise cpu|cuda [share shares]`, on the CPU with TRITON_INTERPRET=1 in the
 environment, which Triton reads when it is imported. Every output buffer is poisoned first.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -18,12 +19,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused.attention import _pointwise, block, gdpa, gdpa_backward, gdpa_short, jagged_reference, schedule
+from fused.attention import _pointwise, block, gdpa, gdpa_backward, gdpa_hopper, gdpa_short, jagged_reference, schedule
 from fused.attention.activations import ACTIVATIONS, act, act_grad
 from fused.attention.bias import JaggedBias, log_time_bounds
 from fused.attention.block import tile_of
 from numerics_tests.attention_oracle import sqnr_db
-from numerics_tests.jagged_cases import CASES, CROSS_CASES, MASKS, SELF_CASES, JaggedCase, offsets_of, tensors
+from numerics_tests.jagged_cases import (
+    CASES,
+    CROSS_CASES,
+    LONG_CASES,
+    MASKS,
+    SELF_CASES,
+    JaggedCase,
+    offsets_of,
+    tensors,
+)
 from numerics_tests.kernel_checks import poisoned
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -136,9 +146,10 @@ def check_gdpa(
     bias: bool = False,
     seeds: int = 0,
     pre_scale: float | None = None,
+    wanted: str = "qkvb",
     **mask: Any,
 ) -> None:
-    """Output and every gradient of one batch. `seeds`: that many queries for every sample (`broadcast_q`)."""
+    """Output and the gradients of one batch that are wanted. `seeds`: that many queries for every sample."""
     t = tensors(case, dtype=dtype, device=device)
     q, grad, q_offsets, max_q = t.q, t.grad_out, t.q_offsets, t.max_q
     if seeds:
@@ -156,9 +167,9 @@ def check_gdpa(
     operands = (q, t.k, t.v)
     with poisoned():
         out = gdpa.forward(*operands, *layout, tables, **options)
-        grads = gdpa_backward.backward(grad, *operands, *layout, tables, **options)
+        grads = gdpa_backward.backward(grad, *operands, *layout, tables, wanted=wanted, **options)
         if device == "cuda":
-            again = gdpa_backward.backward(grad, *operands, *layout, tables, **options)
+            again = gdpa_backward.backward(grad, *operands, *layout, tables, wanted=wanted, **options)
             assert all(torch.equal(a, b) for a, b in zip(grads, again)), f"{case}: gradients do not repeat"
     exact = [x.double() for x in operands]
     wide = None if tables is None else replace(tables, position=tables.position.double(), time=tables.time.double())
@@ -166,7 +177,8 @@ def check_gdpa(
     agree(out, jagged_reference.generalized_forward(*exact, *layout, wide, **options), dtype, f"{what} out")
     expected = jagged_reference.generalized_backward(grad.double(), *exact, *layout, wide, **options)
     for name, ours, theirs in zip(("dq", "dk", "dv", "dposition", "dtime"), grads, expected):
-        agree(ours, theirs, dtype, f"{what} {name}")
+        if name[1] in wanted or len(name) > 2:
+            agree(ours, theirs, dtype, f"{what} {name}")
 
 
 def check_short(*args: Any, **options: Any) -> None:
@@ -189,9 +201,15 @@ def check_schedule_of_another_mask(case: JaggedCase, device: str) -> None:
     assert torch.equal(*outs)
 
 
-def check_isolation(device: str, lengths: tuple[int, int, int], max_k: int | None = None) -> None:
-    """NaN in the middle sample changes no bit of the others, in outputs and gradients, of either kind of attention."""
-    case = JaggedCase(name="isolation", q_lengths=lengths, k_lengths=lengths, heads=1, groups=1)
+def check_isolation(
+    device: str, lengths: tuple[int, int, int], max_k: int | None = None, *, dim: int = 32, blocked: bool = True
+) -> None:
+    """NaN in the middle sample changes no bit of the others, in outputs and gradients; of block attention too if
+    `blocked`.
+    """
+    case = JaggedCase(
+        name="isolation", q_lengths=lengths, k_lengths=lengths, heads=1, groups=1, dim=dim, value_dim=dim
+    )  # fmt: skip
     t = tensors(case, dtype=BF16, device=device)
     middle = slice(lengths[0], lengths[0] + lengths[1])
     options: dict[str, Any] = {"activation": "gelu", "pre_scale": 0.2, "post_scale": 1.0}
@@ -199,10 +217,12 @@ def check_isolation(device: str, lengths: tuple[int, int, int], max_k: int | Non
 
     def run(operands: list[Tensor]) -> list[Tensor]:
         *qkv, grad = operands
-        blocked = block.forward(*qkv, t.q_offsets, t.max_q, scale=0.2)
-        blocked_grads = block.backward(grad, *qkv, t.q_offsets, t.max_q, scale=0.2)
-        grads = gdpa_backward.backward(grad, *qkv, *layout, **options)[:3]
-        return [blocked, *blocked_grads, gdpa.forward(*qkv, *layout, **options), *grads]
+        found = [gdpa.forward(*qkv, *layout, **options)]
+        found += gdpa_backward.backward(grad, *qkv, *layout, **options)[:3]
+        if blocked:
+            found.append(block.forward(*qkv, t.q_offsets, t.max_q, scale=0.2))
+            found += block.backward(grad, *qkv, t.q_offsets, t.max_q, scale=0.2)
+        return found
 
     operands = [t.q, t.k, t.v, t.grad_out]
     clean = run(operands)
@@ -275,6 +295,65 @@ def gdpa_checks(device: str) -> Iterator[Callable[[], None]]:
         yield lambda: check_gdpa(wide, BF16, device, seeds=32)
 
 
+@contextmanager
+def without_hopper() -> Iterator[None]:
+    """Every GPU runs what others than a Hopper do."""
+    with mock.patch.object(gdpa_hopper, "is_hopper", return_value=False):
+        yield
+
+
+@contextmanager
+def on_hopper(wanted: str) -> Iterator[None]:
+    """Raises if the Hopper kernels of the output and of the gradients that are wanted were not launched."""
+    names = ["forward"] + ["dq"] * ("q" in wanted) + ["dkdv"] * ("k" in wanted)
+    with ExitStack() as stack:
+        taken = [
+            stack.enter_context(mock.patch.object(gdpa_hopper, name, wraps=getattr(gdpa_hopper, name)))
+            for name in names
+        ]
+        yield
+    assert all(x.called for x in taken), f"of {names} not all were launched"
+
+
+def check_runs(case: JaggedCase, device: str) -> None:
+    """Programs take several tiles of a sample in a row, and next one without keys or with as many as fit; the order of
+    the schedule changes nothing.
+    """
+    with mock.patch.object(gdpa_hopper, "run_of", return_value=4):
+        with on_hopper("q"):
+            check_gdpa(case, BF16, device, wanted="q")
+        check_schedule_of_another_mask(case, device)
+
+
+def hopper_checks(device: str) -> Iterator[Callable[[], None]]:
+    """Batches that Hopper's kernels take (`gdpa_hopper.takes`), heads of 128."""
+
+    def check(
+        case: JaggedCase, *args: Any, dtype: torch.dtype = BF16, wanted: str = "qkvb", **options: Any
+    ) -> Callable[[], None]:
+        def run() -> None:
+            with on_hopper(wanted):
+                check_gdpa(replace(case, dim=128, value_dim=128), dtype, device, *args, wanted=wanted, **options)
+
+        return run
+
+    for case in LONG_CASES:
+        yield check(case, wanted="q" if case.groups < case.heads else "qkvb")
+    long = LONG_CASES[1]
+    yield check(long, "silu", pre_scale=-0.1)
+    yield check(long, "silu", dtype=FP16)
+    few = replace(long, name="few-keys", q_lengths=(900, 600, 128, 700, 1), k_lengths=(130, 256, 0, 31, 64), groups=1)
+    yield lambda: check_runs(replace(few, dim=128, value_dim=128), device)
+    for lengths in ((33, 90, 70), (130, 3, 100)):
+        yield lambda lengths=lengths: on_hopper("qk")(check_isolation)(device, lengths, dim=128, blocked=False)
+    if device == "cuda":
+        drawn = torch.randint(0, 700, (2, 120), generator=torch.Generator().manual_seed(0)).tolist()
+        large = JaggedCase(name="large", q_lengths=tuple(drawn[0]), k_lengths=tuple(drawn[1]), heads=4, groups=4)
+        for activation in ACTIVATIONS:
+            yield check(large, activation, pre_scale=0.01 if activation == "gelu_poly" else None)
+        yield check(replace(large, k_lengths=tuple(60 + n % 197 for n in drawn[1])), "gelu")
+
+
 @triton.jit
 def pointwise_kernel(x_ptr, w_ptr, y_ptr, d_ptr, scale, KIND: tl.constexpr, N: tl.constexpr):
     at = tl.program_id(0) * N + tl.arange(0, N)
@@ -310,14 +389,15 @@ def pointwise_checks(device: str) -> Iterator[Callable[[], None]]:
             yield lambda activation=activation, scale=scale: check_pointwise(activation, scale, device)
 
 
-CHECKS = {"block": block_checks, "gdpa": gdpa_checks, "pointwise": pointwise_checks}
+CHECKS = {"block": block_checks, "gdpa": gdpa_checks, "hopper": hopper_checks, "pointwise": pointwise_checks}
 
 
 def run(group: str, device: str, share: int = 0, shares: int = 1) -> None:
     """Every `shares`-th check of a group, from number `share`."""
-    for i, check in enumerate(CHECKS[group](device)):
-        if i % shares == share:
-            check()
+    with nullcontext() if group == "hopper" else without_hopper():
+        for i, check in enumerate(CHECKS[group](device)):
+            if i % shares == share:
+                check()
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 triton = pytest.importorskip("triton", reason="triton compiles the kernels")
 
-from mxfp8_recipe.fused.attention import gdpa, gdpa_backward  # noqa: E402
+from mxfp8_recipe.fused.attention import gdpa, gdpa_backward, gdpa_hopper  # noqa: E402
 from numerics_tests.helpers import environment_of_tests  # noqa: E402
 from numerics_tests.test_jagged_compile import compiled_for_hopper, instructions  # noqa: E402
 
@@ -45,7 +46,14 @@ def test_the_inner_loops_are_asynchronous_wgmma_and_few_instructions() -> None:
     for layout in layouts:
         found |= compiled_for_hopper(lambda layout=layout: gdpa.forward(q, q, q, *layout, **options))
     found |= compiled_for_hopper(lambda: gdpa_backward.backward(q, q, q, q, *layouts[0], **options))
-    assert set(found) == {"gdpa_forward_kernel", "gdpa_short_kernel", "gdpa_dq_kernel", "gdpa_dkdv_kernel"}
+    with mock.patch.object(gdpa_hopper, "is_hopper", return_value=True):
+        found |= compiled_for_hopper(lambda: gdpa_backward.backward(q, q, q, q, *layouts[0], **options))
+        forward = compiled_for_hopper(lambda: gdpa.forward(q, q, q, *layouts[0], **options))
+        found |= {f"{name} forward": built for name, built in forward.items()}
+    assert set(found) == {
+        "gdpa_forward_kernel", "gdpa_short_kernel", "gdpa_dq_kernel", "gdpa_dkdv_kernel",
+        "gdpa_hopper_queries_kernel forward", "gdpa_hopper_queries_kernel", "gdpa_hopper_keys_kernel",
+    }  # fmt: skip
     for name, built in found.items():
         assert set(re.findall(r"(?:wg)?mma[\w.]*\.m(\d+)n\d+k16", built.asm["ptx"])) == {"64"}, name
         code = instructions(built.asm["cubin"])
@@ -56,5 +64,5 @@ def test_the_inner_loops_are_asynchronous_wgmma_and_few_instructions() -> None:
         assert len(waits) <= len(products) / 4, f"{name}: {len(waits)} waits for {len(products)} products"
         scores = sum(line.startswith("MUFU.EX2") for line in code)
         # three for the exponent, one for the weight, and backward five for the derivative
-        most = 4 if name in ("gdpa_forward_kernel", "gdpa_short_kernel") else 9
+        most = 4 if "forward" in name or "short" in name else 9
         assert sum(line.startswith("FFMA") for line in code) <= most * scores, name

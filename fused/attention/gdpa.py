@@ -10,8 +10,9 @@ the L2 cache but for the first tile of a sample, and writes O: `2 H (D + E) (1 +
 Rows of V that are filled with zeros add nothing and need no mask. Under a causal mask or a window, and where the last
 block slides back over keys already taken (`_tiles`), pairs are masked after the activation, in those blocks alone.
 
-At most 128 keys a sample and more than 128 queries go to `gdpa_short`, if there are tiles enough: it keeps K and V and
-walks over Q.
+On Hopper, what is neither masked nor biased and has heads of 128 goes to `gdpa_hopper`, unless most samples have fewer
+than 64 keys. Elsewhere, at most 128 keys a sample and more than 128 queries go to `gdpa_short`, if there are tiles
+enough: it keeps K and V and walks over Q.
 
 `broadcast_q`: one set of queries for every sample, read from the same rows each time.
 
@@ -30,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..jit import kernel
-from . import gdpa_short
+from . import gdpa_hopper, gdpa_short
 from . import schedule as schedules
 from ._pointwise import weight
 from ._products import add_product, product, rounded
@@ -343,7 +344,9 @@ def forward(
     wide = problem.v.x.shape[2]
     out = torch.empty(problem.rows, q.shape[1], wide, dtype=q.dtype, device=q.device)
     if out.numel():
-        if config is None and _is_short(problem, q.shape[0] if broadcast_q else max_q, max_k):
+        if config is None and gdpa_hopper.takes(problem):
+            gdpa_hopper.forward(problem, out, max_k, post_scale)
+        elif config is None and _is_short(problem, q.shape[0] if broadcast_q else max_q, max_k):
             gdpa_short.forward(
                 problem.q, problem.k, problem.v, out, problem.schedule, problem.entries[0], max_k, problem.scale,
                 post_scale * problem.weight_scale, activation=activation, broadcast_q=broadcast_q, fold=problem.fold,

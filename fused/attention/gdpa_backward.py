@@ -3,6 +3,8 @@
     S = pre_scale * Q K^T + bias       W = act(S)       dS = act'(S) * (dO V^T) * post_scale
     dQ = pre_scale * dS K      dK = pre_scale * dS^T Q      dV = post_scale * W^T dO      dtable = sums of dS
 
+On Hopper `gdpa_hopper` has a kernel for either, for what is neither masked nor biased and has heads of 128.
+
 The first kernel keeps a tile of queries and its dO, and walks over their keys; the second keeps a tile of keys and
 walks over the queries that see them. No statistics of a row pass between forward and backward, nor between the two:
 both read Q, K, V and dO and nothing else. Each sum lives in registers and has one order: no atomics in floating point,
@@ -23,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..jit import kernel
+from . import gdpa_hopper
 from ._pointwise import weight_and_slope
 from ._products import add_product, product, rounded
 from ._tiles import (
@@ -312,13 +315,14 @@ def backward(
     if bias is not None and "b" in wanted and (bias.position is not None or bias.time is not None):
         steep = 4096 if activation == "gelu_poly" else 1  # a polynomial's derivative has no bound
         tables = Tables.of(bias, grad_out, v, max_k * steep)
-    configs = configs or (
-        dq_config(problem.has_bias),
-        dkdv_config(problem.width, problem.masked, problem.has_bias),
-    )
     do = Operand.of(widened(grad_out))
-    dq = _dq(problem, do, tables, configs[0], "q" in wanted, post_scale)
-    dk, dv = _dkdv(problem, do, configs[1], wanted, post_scale)
+    of_queries, of_keys = configs or (None, None)
+    if of_queries is None and not gdpa_hopper.takes(problem):
+        of_queries = dq_config(problem.has_bias)
+    if of_keys is None and not gdpa_hopper.takes_keys(problem):
+        of_keys = dkdv_config(problem.width, problem.masked, problem.has_bias)
+    dq = _dq(problem, do, tables, of_queries, "q" in wanted, post_scale, max_k)
+    dk, dv = _dkdv(problem, do, of_keys, wanted, post_scale)
     dq, dk, dv = (
         x[..., : like.shape[2]].contiguous() if x.dim() > 1 and x.shape[2] != like.shape[2] else x
         for x, like in ((dq, q), (dk, k), (dv, v))
@@ -327,12 +331,19 @@ def backward(
     return dq, dk, dv, dposition * post_scale, dtime * post_scale
 
 
-def _dq(problem: Problem, do: Operand, tables: Tables, config: Config, wanted: bool, post_scale: float) -> Tensor:
+def _dq(
+    problem: Problem, do: Operand, tables: Tables, config: Config | None, wanted: bool, post_scale: float, max_k: int
+) -> Tensor:
+    """Of every sample, or summed over them with `broadcast_q`. Without a config by Hopper's kernel."""
     q, k, v = problem.q, problem.k, problem.v
     heads, tma, broadcast = q.x.shape[1], problem.tma, problem.flags["BROADCAST"]
     shape = (problem.rows, heads, q.x.shape[2]) if wanted else (0,)
     dq = torch.empty(shape, dtype=torch.float32 if broadcast else q.x.dtype, device=q.x.device)
-    if problem.rows and (wanted or tables.unit is not None):
+    if not problem.rows or not (wanted or tables.unit is not None):
+        pass
+    elif config is None:
+        gdpa_hopper.dq(problem, do, dq, max_k, post_scale)
+    else:
         unread = problem.schedule
         sums = (unread if x is None else x for x in (tables.position, tables.time, tables.unit))
         gdpa_dq_kernel[(config.programs(problem.entries[0], heads, q.x.device.index),)](
@@ -347,7 +358,10 @@ def _dq(problem: Problem, do: Operand, tables: Tables, config: Config, wanted: b
     return dq
 
 
-def _dkdv(problem: Problem, do: Operand, config: Config, wanted: str, post_scale: float) -> tuple[Tensor, Tensor]:
+def _dkdv(
+    problem: Problem, do: Operand, config: Config | None, wanted: str, post_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Summed over the query heads of a key head. Without a config by Hopper's kernel."""
     q, k, v = problem.q, problem.k, problem.v
     heads, groups, tma = q.x.shape[1], k.x.shape[1], problem.tma
     nothing = q.x.new_empty(0)
@@ -355,7 +369,11 @@ def _dkdv(problem: Problem, do: Operand, config: Config, wanted: str, post_scale
         return nothing, nothing.clone()
     dtype = torch.float32 if heads > groups else k.x.dtype
     dk, dv = (torch.empty(len(x.x), heads, x.x.shape[2], dtype=dtype, device=x.x.device) for x in (k, v))
-    if problem.entries[1]:
+    if not problem.entries[1]:
+        pass
+    elif config is None:
+        gdpa_hopper.dkdv(problem, do, dk, dv, post_scale)
+    else:
         gdpa_dkdv_kernel[(config.programs(problem.entries[1], heads, q.x.device.index),)](
             q.boxes(config.block, tma), k.boxes(config.rows, tma), v.boxes(config.rows, tma),
             do.boxes(config.block, tma), q.x, k.x, v.x, do.x, dk, dv, problem.schedule, problem.entries[1],
