@@ -8,7 +8,8 @@ dK with dV were timed apart here and together there:
     1152 samples of up to 1024               63 %, 55 %        43 %, 40 %
     128 samples of 2048 queries, 256 keys    62 %, 51 %        46 %, 41 %
 
-Power limits them: O and dQ, written to hold their left operands in registers, ran at 690 W and 1.7 of 2.0 GHz, no faster.
+Power limits such kernels: O and dQ, written to hold left operands in registers, ran at 690 W and 1.7 of 2.0 GHz, and
+were no faster.
 """
 
 from __future__ import annotations
