@@ -260,10 +260,21 @@ def store_transposed(tile, qt_ptr, row0, col0, K, MT, T_ALIGN: gl.constexpr):
             store_features(parts.index(i), qt_ptr, row0, col0 + i * 16, K, MT, T_ALIGN)
 
 
+@gluon.constexpr_function
+def pairs_inside(warps):
+    """Of 32 groups of four tokens in `column_layout`, how often halving them by pairs stays inside a thread."""
+    return {4: 4, 8: 3}[warps]
+
+
 @gluon.jit
 def sum_groups(x):
-    """`_device.sum_groups` of groups in order."""
-    for k in gl.static_range(5):
+    """`_device.sum_groups` of groups in order: inside a thread, then, handed over at once, over what threads have."""
+    INSIDE: gl.constexpr = pairs_inside(gl.num_warps())
+    for k in gl.static_range(INSIDE):
+        x = gl.sum(gl.reshape(x, (16 >> k, 2, 64)), axis=1)
+    REST: gl.constexpr = 32 >> INSIDE
+    x = gl.convert_layout(x, gl.BlockedLayout([REST, 1], [1, 32], [1, gl.num_warps()], [0, 1]))
+    for k in gl.static_range(INSIDE, 5):
         x = gl.sum(gl.reshape(x, (16 >> k, 2, 64)), axis=1)
     return gl.reshape(x, (64,))
 

@@ -391,7 +391,7 @@ def _staged_backward(
 ) -> None:
     from ._activation_staged import activation_backward_staged_kernel  # Gluon, which the interpreter does not have
 
-    tile = launch.activation_backward_staged_config(common["GATED"])
+    tile = launch.activation_backward_staged_config(common["GATED"], common["BIAS"])
     emissions = [(plan.outputs[0].view(torch.int32), *plan.pointers[1:]) for plan in plans]
     activation_backward_staged_kernel[(-(-sizes[0] // launch.TOKENS) * -(-sizes[1] // 16),)](
         *pointers, *emissions[0], *emissions[1], *emissions[2][2:], *sizes, **common,

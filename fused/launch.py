@@ -128,11 +128,12 @@ def activation_staged_config(gated: bool, shared_rows: bool) -> TileConfig:
     return TileConfig(warps=4, options={"maxnreg": 80 if shared_rows else 128})
 
 
-def activation_backward_staged_config(gated: bool) -> TileConfig:
+def activation_backward_staged_config(gated: bool, bias: bool) -> TileConfig:
     """Three programs of 8 warps, which 72 registers allow (GELU 65536 x 4096: 539 us; two at 128: 598 us, 4 warps:
-    599 us); with a gate two at 128 (SwiGLU 429 us; 4 warps 449 us). Persistent programs: 627 and 460 us.
+    599 us), and so do 80, without which the sums of a bias would spill; with a gate two at 128 (SwiGLU 429 us, with
+    a bias 452 us; 4 warps 449 us). Persistent programs: 627 and 460 us.
     """
-    return TileConfig(warps=8, options={"maxnreg": 128 if gated else 72})
+    return TileConfig(warps=8, options={"maxnreg": 128 if gated else 80 if bias else 72})
 
 
 def quantize_staged_config(shared_rows: bool) -> TileConfig:
