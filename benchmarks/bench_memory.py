@@ -5,13 +5,14 @@
 The ceiling of each row is a copy of as many bytes as the operation must move, timed in the same run. Each timed
 region is a CUDA graph over several sets of buffers, together larger than the L2 cache. No row is written for a result
 that does not pass its check first. Providers: `ours`; `unfused`, our kernel storing BF16 and then our quantize;
-`torch_compile`, rms_norm and torchao's `to_mx` (or, without torchao, our reference) compiled for the one shape;
+`torch_compile`, rms_norm and torchao's `to_mx` compiled for the one shape, where torchao is installed;
 `bf16_compiled`, the operation in BF16 without quantization; `memcpy`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -160,7 +161,7 @@ def norm_forward(rows: int, cols: int, tile: str, spec: QuantSpec, orient: str) 
         return (normal(rows, cols),)
 
     providers = {"ours": lambda: rotated(make, ours), "unfused": lambda: rotated(make, unfused)}
-    if (rows, cols) == (65536, 1024) and tile == "1x32":
+    if (rows, cols) == (65536, 1024) and tile == "1x32" and importlib.util.find_spec("torchao") is not None:
         providers["torch_compile"] = lambda: rotated(make, compiled_norm(weight, orient))
     plain = torch.compile(lambda x: F.rms_norm(x, (cols,), weight.to(BF16), 1e-6), dynamic=False)
     providers["bf16_compiled"] = lambda: rotated(make, plain)
@@ -170,18 +171,13 @@ def norm_forward(rows: int, cols: int, tile: str, spec: QuantSpec, orient: str) 
 
 
 def compiled_norm(weight: torch.Tensor, orient: str) -> Callable[[torch.Tensor], Any]:
-    """What one writes without our kernels: rms_norm, then MXFP8 in torch, compiled for the shape."""
+    """What one writes without our kernels: rms_norm, then torchao's MXFP8, compiled for the shape."""
+    from torchao.prototype.mx_formats.mx_tensor import to_mx  # pyright: ignore[reportMissingImports]
+
     cols = weight.numel()
-    try:
-        from torchao.prototype.mx_formats.mx_tensor import to_mx  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        to_mx = None
-    spec = SPECS["1x32"]
 
     def program(x):
         y = F.rms_norm(x, (cols,), weight.to(BF16), 1e-6)
-        if to_mx is None:
-            return reference_ops.quantize_both(y, spec, spec if orient == "both" else None)
         row = to_mx(y, torch.float8_e4m3fn, 32)
         return (row, to_mx(y.t().contiguous(), torch.float8_e4m3fn, 32)) if orient == "both" else row
 
