@@ -10,7 +10,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from mxfp8_recipe.ab import compare_files
+from mxfp8_recipe.ab import compare_files, tables
 from mxfp8_recipe.ab.compare_command import compare_command
 from mxfp8_recipe.monitors import metrics
 
@@ -118,6 +118,15 @@ def test_same_weights_decide_with_one_seed(files):
         result = run("a1.parquet", "b1.parquet", "--same-weights", "--ne-budget", "0.002", "--out", "out")
         assert result.exit_code == code, result.output
     assert "logit RMS error" in (files / "out" / "report.html").read_text()
+
+
+def test_each_seed_of_the_same_weights_has_a_row_of_its_own(files):
+    run("a.parquet", "b.parquet", "--same-weights", "--out", "out")
+    found = report(files / "out")
+    cells = tables.comparison(found).rows
+    assert [row[0] for row in cells] == [f"label, seed {seed}" for seed in range(SEEDS)]
+    assert [row[-1] for row in cells] == [tables.percent(g, sign=True) for g in found["calibration_gap"]["per_seed"]]
+    assert len({row[-1] for row in cells}) == SEEDS
 
 
 def test_a_harm_that_follows_the_label_breaks_a_gate_of_its_own(files):

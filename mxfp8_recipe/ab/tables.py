@@ -128,18 +128,19 @@ def worst_layers(report: dict[str, Any], most: int = 5) -> Cells:
 
 def comparison(report: dict[str, Any]) -> Cells:
     """The gap of two prediction files; one row a seed where they are of the same weights."""
-    rows = []
-    for gap in report["gap"]:
+    rows, change = [], report["calibration_gap"]
+    by_seed = report["same_weights"] and len(report["seeds"]) > 1
+    for index, gap in enumerate(report["gap"]):
         harmless = [abs(g) for placebo in report["placebo_gaps"] for g in placebo if g is not None]
         rows.append(
             [
-                gap["task"],
+                f"{gap['task']}, seed {report['seeds'][index]}" if by_seed else gap["task"],
                 gap["outcome"],
                 percent(gap["gap"], sign=True),
                 _interval(gap["gap"], gap["interval"], gap["confidence"]),
                 "-" if gap["resolves"] is None else f"±{percent(gap['resolves'])}",
                 percent(max(harmless)) if harmless else "-",
-                percent(report["calibration_gap"]["mean"], sign=True),
+                percent(change["per_seed"][index] if by_seed else change["mean"], sign=True),
             ]
         )
     columns = (
