@@ -49,6 +49,9 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.values.permute(order))
 
+    def slice(self, start: int, length: int) -> Shared:
+        return Shared(self.values[start : start + length])
+
     def store(self, x: Tensor) -> None:
         self.values.copy_(x)
 

@@ -151,7 +151,7 @@ def value_checks(device: str) -> Iterator[Callable[[], None]]:
 
 def hopper_checks(later: Callable[..., Callable[[], None]]) -> Iterator[Callable[[], None]]:
     """What the kernels in Gluon take: heads of 128, each with its keys; launches that ship and others."""
-    for config, case in itertools.product((None, GLUON, GLUON_IN_TURN), (*LONG_CASES, *CASES)):
+    for config, case in itertools.product((None, GLUON, GLUON_IN_TURN), (*LONG_CASES, TAILS, *CASES)):
         if config is not None and not sum(case.k_lengths):
             continue  # TMA cannot describe what is empty, and the portable kernels take it
         yield later(replace(case, groups=case.heads, dim=128, value_dim=128), "full", BF16, config=config)
@@ -205,6 +205,8 @@ def cancellation_check(peak: float, device: str) -> None:
 
 
 EDGE = JaggedCase(name="edge", q_lengths=(5, 33, 40), k_lengths=(5, 33, 40), heads=2, groups=1, dim=16, value_dim=16)
+TAILS = replace(EDGE, name="tails", q_lengths=(64, 95, 96, 97, 161), k_lengths=(97, 96, 95, 160, 64))
+"""Half a block of 64 in a last one, a row less and a row more."""
 WIDE = replace(EDGE, name="wide", q_lengths=(65, 33, 200), k_lengths=(65, 33, 200), groups=2, dim=128, value_dim=128)
 
 

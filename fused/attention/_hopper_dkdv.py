@@ -5,7 +5,8 @@ shared keys.
 
 One warpgroup keeps BM keys and walks over the sample's queries. S and dP of a block are multiplied back to back, P^T dO
 runs while dS is made and dS^T Q into the next step, and the next block's copies, of Q, dO, lse and delta, begin as soon
-as the block before is done with.
+as the block before is done with. Of a last block that has up to half a block of new queries, all in its second half,
+only that is computed.
 """
 
 from __future__ import annotations
@@ -77,6 +78,9 @@ def dkdv_hopper_kernel(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
+    HALF: gl.constexpr = BN // 2
+    NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, HALF, 16])
+    NARROW_COLUMN: gl.constexpr = gl.SliceLayout(0, NARROW)
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     rank = gl.program_id(0)
     first, q0, Lq, k0, Lk, sample = read_entry(schedule_ptr, skipped + rank // (H * SUB))
@@ -98,6 +102,7 @@ def dkdv_hopper_kernel(
         barrier()
         blocks = (Lq + BN - 1) // BN
         long = Lq >= BN
+        whole = gl.where(long, (Lq + BN // 2 - 1) // BN, blocks)
         stat = stats_row(q0, sample)
         again = LAST_AT + sample * BN
         mbarrier.expect(own, 2 * BM * D * 2)
@@ -117,7 +122,7 @@ def dkdv_hopper_kernel(
         dv = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, SUMS))
         zero = gl.zeros([BM, BN], gl.float32, SCORES)
         mbarrier.wait(own, 0)
-        for i in range(blocks):
+        for i in range(whole):
             stage = i % STAGES
             mbarrier.wait(full.index(stage), (i // STAGES) & 1, pred=long)
             q = q_smem.index(stage)
@@ -129,7 +134,7 @@ def dkdv_hopper_kernel(
             barrier()
             load_queries(
                 q_desc, do_desc, stats_desc, q_smem, do_smem, lse_smem, delta_smem, full, i + STAGES - 1,
-                long & (i + STAGES - 1 < blocks), head, q0, Lq, stat, again, H, BN, D, STAGES,
+                long & ((i + STAGES - 1) * BN < Lq), head, q0, Lq, stat, again, H, BN, D, STAGES,
             )  # fmt: skip
             p = gl.exp2(x * scale_log2 - lse2[None, :])
             dv = warpgroup_mma(gl.convert_layout(p.to(q_desc.dtype), WEIGHTS), do, dv_sum, is_async=True)
@@ -138,7 +143,25 @@ def dkdv_hopper_kernel(
             ds = p * (grad - delta[None, :])
             dk = warpgroup_mma(gl.convert_layout(ds.to(q_desc.dtype), WEIGHTS), q, dk_sum, is_async=True)
         dk_sum, dv_sum = warpgroup_mma_wait(0, deps=(dk, dv))
-        first, _, _, k0, Lk, _ = read_entry(schedule_ptr, skipped + anchored(rank) // (H * SUB))  # not kept
+        first, _, again_Lq, k0, Lk, _ = read_entry(schedule_ptr, skipped + anchored(rank) // (H * SUB))  # not kept
+        whole = (again_Lq + BN // 2 - 1) // BN
+        if (again_Lq >= BN) & ((again_Lq + BN - 1) // BN > whole):
+            stage = whole % STAGES
+            mbarrier.wait(full.index(stage), (whole // STAGES) & 1)
+            q = q_smem.index(stage).slice(HALF, HALF)
+            do = do_smem.index(stage).slice(HALF, HALF)
+            none = gl.zeros([BM, HALF], gl.float32, NARROW)
+            s = warpgroup_mma(k_smem, q.permute((1, 0)), none, use_acc=False, is_async=True)
+            dp = warpgroup_mma(v_smem, do.permute((1, 0)), none, use_acc=False, is_async=True)
+            lse2 = reinterpret(lse_smem.index(stage), gl.float32, [BN], FLAT).slice(HALF, HALF).load(NARROW_COLUMN)
+            delta = reinterpret(delta_smem.index(stage), gl.float32, [BN], FLAT).slice(HALF, HALF).load(NARROW_COLUMN)
+            x = warpgroup_mma_wait(1, deps=(s,))
+            p = gl.exp2(x * scale_log2 - lse2[None, :])
+            dv = warpgroup_mma(gl.convert_layout(p.to(q_desc.dtype), WEIGHTS), do, dv_sum, is_async=True)
+            grad = warpgroup_mma_wait(1, deps=(dp,))
+            ds = p * (grad - delta[None, :])
+            dk = warpgroup_mma(gl.convert_layout(ds.to(q_desc.dtype), WEIGHTS), q, dk_sum, is_async=True)
+            dk_sum, dv_sum = warpgroup_mma_wait(0, deps=(dk, dv))
         first += rank % (H * SUB) // H * BM
         barrier()
         store_some_rows(dv_ptr, dv_sum, v_smem, k0 + first, Lk - first, H, head, BM, D, LINES)

@@ -6,8 +6,9 @@ keys.
 A program takes a tile of BM queries for HEADS heads in turn, one warpgroup. Q, dO, O and the first block of K and V are
 all on their way before it waits for anything, delta is summed under the first S and dP, and those of the next head
 come as soon as their buffers are done with, under what is left of a head. S and dP of a block are multiplied back to
-back, the next block's copies begin as soon as the block before is done with, and dS K runs into the next step. lse and
-delta are left for dK and dV as `jagged_backward.Stats` says.
+back, the next block's copies begin as soon as the block before is done with, and dS K runs into the next step. Of a
+last block that has up to half a block of new keys, all in its second half, only that is computed. lse and delta are
+left for dK and dV as `jagged_backward.Stats` says.
 """
 
 from __future__ import annotations
@@ -80,6 +81,9 @@ def dq_hopper_kernel(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    HALF: gl.constexpr = BN // 2
+    NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, HALF, 16])
+    NARROW_ROW: gl.constexpr = gl.SliceLayout(1, NARROW)
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])  # a row a thread
     rank = gl.program_id(0)
@@ -114,6 +118,7 @@ def dq_hopper_kernel(
         tma_load(o_desc, [q0 + first, begin_head * D], o_full, o_smem)
         load_keys(keys, 0, long, k0 + block_start(0, Lk, BN), begin_head * D, BN, D)
         zero = gl.zeros([BM, BN], gl.float32, SCORES)
+        none = gl.zeros([BM, HALF], gl.float32, NARROW)
         n = 0
         for turn in range(HEADS):
             head = begin_head + turn
@@ -150,13 +155,13 @@ def dq_hopper_kernel(
                 load_keys(keys, n + 1, long & there, k0 + block_start(block, Lk, BN), ahead_head * D, BN, D)
                 mbarrier.expect(q_full, BM * D * 2, pred=(blocks == 1) & more)
                 tma_load(q_desc, [q0 + first, ahead_head * D], q_full, q_smem, pred=(blocks == 1) & more)
-                x = without_hidden(x, 0, 0, 0, Lk, 0, Lk < BN, False, BM, BN, SCORES)
+                x = without_hidden(x, 0, 0, 0, Lk, 0, False, Lk < BN, False, BM, BN, SCORES)
                 p = gl.exp2(x * scale_log2 - lse2[:, None])
                 grad = warpgroup_mma_wait(0, deps=(dp,))
                 ds = p * (grad - delta[:, None])
                 dq = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, SUMS))
                 dq = warpgroup_mma(gl.convert_layout(ds.to(q_desc.dtype), WEIGHTS), k, dq, is_async=True)
-                for i in range(1, blocks):
+                for i in range(1, gl.maximum((anchored(Lk) + BN // 2 - 1) // BN, 1)):
                     n += 1
                     k = k_smem.index(n & 1)
                     s, dp = begin_scores(q_smem, do_smem, keys, zero, n, True)
@@ -170,11 +175,33 @@ def dq_hopper_kernel(
                         q_desc, [q0 + first, ahead_head * D], q_full, q_smem, pred=there & (ahead_head > head)
                     )  # fmt: skip
                     start = block_start(i, Lk, BN)
-                    x = without_hidden(x, 0, start, i * BN, Lk, 0, start < i * BN, False, BM, BN, SCORES)
+                    x = without_hidden(x, 0, start, i * BN, Lk, 0, start < i * BN, False, False, BM, BN, SCORES)
                     p = gl.exp2(x * scale_log2 - lse2[:, None])
                     grad = warpgroup_mma_wait(0, deps=(dp,))
                     ds = p * (grad - delta[:, None])
                     dq = warpgroup_mma(gl.convert_layout(ds.to(q_desc.dtype), WEIGHTS), k, so_far, is_async=True)
+                whole = gl.maximum((anchored(Lk) + BN // 2 - 1) // BN, 1)  # not kept
+                if blocks > whole:
+                    some_k = k_smem.index((n + 1) & 1).slice(HALF, HALF)
+                    some_v = v_smem.index((n + 1) & 1).slice(HALF, HALF)
+                    last_sum = warpgroup_mma_wait(0, deps=(dq,))
+                    n += 1
+                    mbarrier.wait(full.index(n & 1), (n >> 1) & 1)
+                    last_s = warpgroup_mma(q_smem, some_k.permute((1, 0)), none, use_acc=False, is_async=True)
+                    last_dp = warpgroup_mma(do_smem, some_v.permute((1, 0)), none, use_acc=False, is_async=True)
+                    last_x = warpgroup_mma_wait(1, deps=(last_s,))
+                    barrier()
+                    load_keys(keys, n + 1, more, k0, (head + 1) * D, BN, D)
+                    mbarrier.expect(q_full, BM * D * 2, pred=more)
+                    tma_load(q_desc, [q0 + first, (head + 1) * D], q_full, q_smem, pred=more)
+                    last_x = without_hidden(
+                        last_x, 0, Lk - HALF, whole * BN, Lk, 0, True, False, False, BM, HALF, NARROW
+                    )  # fmt: skip
+                    last_p = gl.exp2(last_x * scale_log2 - gl.convert_layout(lse2, NARROW_ROW)[:, None])
+                    last_grad = warpgroup_mma_wait(0, deps=(last_dp,))
+                    last_ds = last_p * (last_grad - gl.convert_layout(delta, NARROW_ROW)[:, None])
+                    last_ds = gl.convert_layout(last_ds.to(q_desc.dtype), WEIGHTS)
+                    dq = warpgroup_mma(last_ds, some_k, last_sum, is_async=True)
             barrier()
             mbarrier.expect(do_full, BM * D * 2, pred=more)
             tma_load(do_desc, [q0 + first, (head + 1) * D], do_full, do_smem, pred=more)

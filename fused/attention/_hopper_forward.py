@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..gemm._gluon import barrier, tma_load
-from ._hopper_tiles import entry_of, some_rows, step_after, store_some_rows, without_hidden
+from ._hopper_tiles import entry_of, some_rows, step_after, store_some_rows, without_hidden, without_others
 from ._tiles import FAR, anchored, block_start, keys_seen
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -128,8 +128,13 @@ def forward_hopper_kernel(
             tma_load(v_desc, [row, ahead_head * D], v_full.index((n + 1) & 1), v_smem.index((n + 1) & 1), pred=there)
             tma_load(q_desc, [q0 + first, ahead_head * D], q_full, q_smem, pred=more)
             start = gl.where(long, block_start(begin, Lk, BN), 0)
-            masked = (start < whole_from) | (start > whole_to) | (Lk < BN) | (not some)
-            x = without_hidden(x, tile_t, start, begin * BN, Lk, window, masked, WINDOW, BM, BN, SCORES)
+            below = (start < whole_from) | (not long)
+            above = (start > whole_to) | (not long)
+            first_key = begin * BN
+            if WINDOW:
+                x = without_hidden(x, tile_t, start, first_key, Lk, window, below, above, True, BM, BN, SCORES)
+            else:
+                x = without_others(x, start, first_key, Lk, below | above, BN, SCORES)
             p, peak, base = exponentials(x, nothing, scale_log2, True)
             total = gl.sum(p, 1)
             weights = gl.convert_layout(p.to(q_desc.dtype), WEIGHTS)
@@ -153,8 +158,13 @@ def forward_hopper_kernel(
                 tma_load(k_desc, [row, ahead_head * D], k_full, k_smem, pred=there)
                 tma_load(q_desc, [q0 + first, ahead_head * D], q_full, q_smem, pred=more)
                 start = block_start(begin + i, Lk, BN)
-                masked = (start < (begin + i) * BN) | (start < whole_from) | (start > whole_to)
-                x = without_hidden(x, tile_t, start, (begin + i) * BN, Lk, window, masked, WINDOW, BM, BN, SCORES)
+                below = (start < (begin + i) * BN) | (start < whole_from)
+                above = start > whole_to
+                first_key = (begin + i) * BN
+                if WINDOW:
+                    x = without_hidden(x, tile_t, start, first_key, Lk, window, below, above, True, BM, BN, SCORES)
+                else:
+                    x = without_others(x, start, first_key, Lk, below | above, BN, SCORES)
                 p, highest, base = exponentials(x, peak, scale_log2, WINDOW)
                 correction = gl.exp2(peak - base)
                 total = total * correction + gl.sum(p, 1)

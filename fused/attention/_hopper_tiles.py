@@ -55,17 +55,33 @@ def store_some_rows(
 
 @gluon.jit
 def without_hidden(
-    x, t0, s0, first_key, Lk, window, masked,
+    x, t0, s0, first_key, Lk, window, below, above,
     WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Scores of BM queries from position t0 on and BN keys from s0 on: -inf for keys before `first_key`, from Lk on,
-    and if WINDOW those farther than `window`. masked: there are such.
+    and if WINDOW those farther than `window`. below, above: there may be such before, and after, the others.
+
+    The first and the last block of a window are hidden on one side each, which takes one comparison a score.
     """
+    s = gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))[None, :]
+    t = t0 - s0 + gl.arange(0, BM, gl.SliceLayout(1, LAYOUT))[:, None]
+    if below:
+        lowest = first_key - s0
+        if WINDOW:
+            lowest = gl.maximum(lowest, t - window)
+        x = gl.where(s >= lowest, x, -float("inf"))
+    if above:
+        highest = Lk - 1 - s0
+        if WINDOW:
+            highest = gl.minimum(highest, t + window)
+        x = gl.where(s <= highest, x, -float("inf"))
+    return x
+
+
+@gluon.jit
+def without_others(x, s0, first_key, Lk, masked, BN: gl.constexpr, LAYOUT: gl.constexpr):
+    """`without_hidden` of no window in one branch; with two, the forward at L 1024 is 0.7 % slower."""
     if masked:
         s = (s0 + gl.arange(0, BN, gl.SliceLayout(0, LAYOUT)))[None, :]
-        some = (s >= first_key) & (s < Lk)
-        if WINDOW:
-            t = (t0 + gl.arange(0, BM, gl.SliceLayout(1, LAYOUT)))[:, None]
-            some = some & (s >= t - window) & (s <= t + window)
-        x = gl.where(some, x, -float("inf"))
+        x = gl.where((s >= first_key) & (s < Lk), x, -float("inf"))
     return x

@@ -40,8 +40,9 @@ def forward_config(problem: Problem) -> Config:
     Programs of one warpgroup with 64 queries, two or three of which share a multiprocessor: one's first loads and last
     stores run while the others multiply. The kernel for Hopper at L 512, 1024, 2048 and 4096, four heads a program:
     390, 477, 543, 583; one: 371, 477, 550, 602; the portable one 309, 411, 479, 521. With a window of 128 at L 2048
-    four take 0.416 ms, one 0.428, the portable one 0.488. Another block of K on its way leaves room for two programs a
-    multiprocessor, not three: 346, 465, 455, 459 against 401, 488, 507, 589 of the same run, four heads each.
+    four take 0.416 ms, one 0.428, the portable one 0.488; in another run 0.405 with all bounds compared in a block that
+    is hidden in part, 0.397 with those of the side it is hidden on. Another block of K on its way leaves room for two
+    programs a multiprocessor, not three: 346, 465, 455, 459 against 401, 488, 507, 589 of the same run, four heads.
 
     The portable one at L 512: 319 in blocks of 32 keys, 305 in blocks of 64, 302 with 128 queries. L 1024: 394, 412,
     388. L 4096: 412, 482, 454.
@@ -63,8 +64,9 @@ def forward_config(problem: Problem) -> Config:
 def dq_config(problem: Problem) -> Config:
     """Of dQ.
 
-    The kernel for Hopper at L 512, 1024 and 4096, four heads a program: 392, 516, 665; one: 378, 517, 692. The
-    portable one: 304, 416, 543, and in blocks of 32 keys 314, 425, 525.
+    The kernel for Hopper at L 512, 1024 and 4096, four heads a program: 392, 516, 665; one: 378, 517, 692. Half a last
+    block where no more is new, in another run: 407, 554, 718; all of it: 396, 540, 713. The portable one: 304, 416,
+    543, and in blocks of 32 keys 314, 425, 525.
     """
     if problem.q.x.dtype == torch.float32:
         return FP32_CONFIG
@@ -82,7 +84,9 @@ def dq_config(problem: Problem) -> Config:
 def dkdv_config(problem: Problem) -> Config:
     """Of dK and dV.
 
-    The kernels for Hopper with blocks of 64 queries, at L 512, 1024 and 4096: 431, 555, 686; of 32: 407, 509, 563. The
+    The kernels for Hopper with blocks of 64 queries, at L 512, 1024 and 4096: 431, 555, 686; of 32: 407, 509, 563. Half
+    a last block where no more is new, in another run: 453, 599, 732; all of it: 436, 584, 725. A launch of no more
+    programs than there are tiles would save 0.5 %; programs that take tiles in turn, for that, are 15 % slower. The
     portable ones: 353, 467, 580. What masks and heads that share keys keep track of leaves room for 32 queries a step.
     """
     if problem.q.x.dtype == torch.float32:
