@@ -228,10 +228,8 @@ def _text_codes(values: Any) -> np.ndarray:
 
     lengths = pc.max(pc.binary_length(values)).as_py() or 1
     out = np.empty(len(values), dtype=f"S{lengths}")
-    start = 0
-    for chunk in values.chunks:
-        out[start : start + len(chunk)] = [text.encode() for text in chunk.to_pylist()]
-        start += len(chunk)
+    for start in range(0, len(values), CHUNK):
+        out[start : start + CHUNK] = [text.encode() for text in values.slice(start, CHUNK).to_pylist()]
     return out
 
 
