@@ -5,8 +5,9 @@
     python benchmarks/evidence_page.py runs/evidence
 
 BF16, its two placebos and one MXFP8 arm a recipe are trained for each seed; recipes share the BF16 and placebo arms.
-Every arm is one item of work. Items append to `OUT/<data>-<model>.jsonl` as they finish and are not run again, so a run
-that was cut short continues where it stopped; `--limit-s` stops it in time. `ml-100k` is read out of the wheel
+Every arm is one item of work, and so is every recipe's comparison with the weights that BF16 trained, which wait in
+`OUT/<data>-<model>-<seed>.pt`. Items append to `OUT/<data>-<model>.jsonl` as they finish and are not run again, so a
+run that was cut short continues where it stopped; `--limit-s` stops it in time. `ml-100k` is read out of the wheel
 `recbole-1.2.1-py3-none-any.whl` in `~/.cache/mxfp8_recipe`, fetched there through pip if it is missing.
 
 On a GPU the recipes get `gpu_min_features: 0`, since these models are smaller than what pays there; a backend without
@@ -30,8 +31,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from mxfp8_recipe.ab.arms import ARMS, CANDIDATE, REFERENCE, Arm
+from mxfp8_recipe.ab.arms import ARMS, CANDIDATE, REFERENCE, REFERENCE_ARM, Arm
 from mxfp8_recipe.ab.config import ABConfig
 from mxfp8_recipe.ab.environment import describe
 from mxfp8_recipe.ab.measure import Measurer
@@ -48,7 +50,7 @@ FIRST_RECIPE = "mxfp8"
 
 @dataclass(frozen=True)
 class Item:
-    """One arm of one seed; `recipe` is the candidate's. The BF16 arm brings every same-weights comparison."""
+    """One arm of one seed, `recipe` the candidate's; or, for BF16, the same-weights comparison with a recipe."""
 
     cell: str
     seed: int
@@ -59,6 +61,12 @@ class Item:
     def key(self) -> tuple[str, int, str, str]:
         return self.cell, self.seed, self.arm, self.recipe
 
+    @property
+    def needs(self) -> tuple[str, int, str, str] | None:
+        """The key of the item that must be there first."""
+        compares = self.arm == REFERENCE and self.recipe
+        return (self.cell, self.seed, REFERENCE, "") if compares else None
+
 
 def items(cells: list[str], seeds: int, recipes: list[str]) -> Iterator[Item]:
     """Cell by cell, since a process holds the rows of one; seed by seed, so that what a cut leaves is whole seeds."""
@@ -67,6 +75,7 @@ def items(cells: list[str], seeds: int, recipes: list[str]) -> Iterator[Item]:
             yield Item(cell, seed, REFERENCE)
             yield from (Item(cell, seed, CANDIDATE, recipe) for recipe in recipes)
             yield from (Item(cell, seed, arm.name) for arm in ARMS if arm.is_placebo)
+            yield from (Item(cell, seed, REFERENCE, recipe) for recipe in recipes)
 
 
 def config_of(cell: str, device: str, rows: int | None) -> ABConfig:
@@ -81,14 +90,14 @@ class _Process:
     measurers: dict[str, Measurer]
     device: str
     rows: int | None
-    recipes: list[str]
+    out: Path
     folder: Path | None
 
 
-def _start(device: str, rows: int | None, recipes: list[str], folder: Path | None) -> None:
+def _start(device: str, rows: int | None, out: Path, folder: Path | None) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    _Process.measurers, _Process.recipes = {}, recipes
+    _Process.measurers, _Process.out = {}, out
     _Process.device, _Process.rows, _Process.folder = device, rows, folder
 
 
@@ -111,23 +120,47 @@ def _measurer(cell: str, recipe: str = FIRST_RECIPE) -> Measurer:
     return _Process.measurers[cell].for_recipe(_named(recipe))
 
 
-def _run(item: Item) -> list[dict[str, Any]]:
-    """The lines to append: the arm's, and for BF16 one comparison and one plan a recipe."""
+def _run(item: Item) -> dict[str, Any]:
+    """The line to append."""
+    if item.needs:
+        return _compare(item)
     arm: Arm = next(a for a in ARMS if a.name == item.arm)
-    measurer = _measurer(item.cell, item.recipe or FIRST_RECIPE)
-    model, result = measurer.train(item.seed, arm, lambda rows, loss: None)
-    lines = []
-    for recipe in _Process.recipes if item.arm == REFERENCE else ():
+    model, result = _measurer(item.cell, item.recipe or FIRST_RECIPE).train(item.seed, arm, lambda rows, loss: None)
+    if item.arm == REFERENCE:
         assert model is not None  # BF16 that diverges is an error, not a result
-        of_recipe = _measurer(item.cell, recipe)
-        same, sources = of_recipe.compare(model, item.seed)
-        plan = {"converted": len(of_recipe.plan.converted), "candidates": len(of_recipe.plan.layers),
-                "attention": sum(la.kind == "attention" and bool(la.new_type) for la in of_recipe.plan.layers),
-                "backend": of_recipe.plan.backend}  # fmt: skip
-        lines.append({"kind": "same_weights", "recipe": recipe, "record": same.model_dump(mode="json"), "plan": plan,
-                      "shift_sources": [s.model_dump(mode="json") for s in sources]})  # fmt: skip
-    # The arm's own line comes last: an item is done when it is there.
-    return [*lines, {"kind": "arm", "record": result.model_dump(mode="json")}]
+        _keep(model, item)
+    return {"kind": "arm", "record": result.model_dump(mode="json")}
+
+
+def _compare(item: Item) -> dict[str, Any]:
+    """Weights that BF16 trained, in both precisions on the same rows."""
+    began, measurer = time.monotonic(), _measurer(item.cell, item.recipe)
+    if _weights(item).is_file():
+        model = measurer.started(item.seed, REFERENCE_ARM)
+        model.load_state_dict(torch.load(_weights(item), map_location=measurer.device))
+    else:  # the line of the arm is there, its weights stayed elsewhere
+        trained, _ = measurer.train(item.seed, REFERENCE_ARM, lambda rows, loss: None)
+        assert trained is not None
+        model = trained
+        _keep(model, item)
+    same, sources = measurer.compare(model, item.seed)
+    plan = {"converted": len(measurer.plan.converted), "candidates": len(measurer.plan.layers),
+            "attention": sum(la.kind == "attention" and bool(la.new_type) for la in measurer.plan.layers),
+            "backend": measurer.plan.backend}  # fmt: skip
+    return {"kind": "same_weights", "record": same.model_dump(mode="json"), "plan": plan,
+            "shift_sources": [s.model_dump(mode="json") for s in sources],
+            "seconds": time.monotonic() - began}  # fmt: skip
+
+
+def _weights(item: Item) -> Path:
+    return _Process.out / f"{item.cell}-{item.seed}.pt"
+
+
+def _keep(model: nn.Module, item: Item) -> None:
+    """For the comparisons, which other processes may make."""
+    scratch = _weights(item).with_suffix(f".{os.getpid()}")
+    torch.save(model.state_dict(), scratch)
+    scratch.replace(_weights(item))
 
 
 def finished(out: Path, cells: list[str]) -> set[tuple[str, int, str, str]]:
@@ -137,7 +170,7 @@ def finished(out: Path, cells: list[str]) -> set[tuple[str, int, str, str]]:
         path = out / f"{cell}.jsonl"
         for line in path.read_text().splitlines() if path.is_file() else ():
             record = json.loads(line)
-            if record["kind"] == "arm":
+            if record["kind"] != "header":
                 found.add((cell, record["seed"], record["arm"], record["recipe"]))
     return found
 
@@ -185,40 +218,43 @@ def main() -> None:
     print(f"{len(done)} items there, {len(work)} to do", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         variants = Path(folder) if options.device.startswith("cuda") else None
-        start = (options.device, options.rows, options.recipes, variants)
-        run_all(work, options.out, options.jobs, options.limit_s, start)
+        start = (options.device, options.rows, options.out, variants)
+        run_all(work, done, options.out, options.jobs, options.limit_s, start)
 
 
-def run_all(work: list[Item], out: Path, jobs: int, limit_s: float, start: tuple) -> None:
-    """At most `jobs` at a time; what an item raises is printed and does not stop the others."""
-    began, queue, pending = time.monotonic(), iter(work), {}
+def run_all(work: list[Item], done: set, out: Path, jobs: int, limit_s: float, start: tuple) -> None:
+    """At most `jobs` at a time, in order but for what waits; what an item raises is printed and stops no other."""
+    began, waiting, pending = time.monotonic(), list(work), {}
     context = multiprocessing.get_context("spawn")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic cuBLAS asks for
     with ProcessPoolExecutor(jobs, context, _start, start) as pool:
 
         def submit() -> None:
-            item = next(queue, None) if time.monotonic() - began < limit_s else None
-            if item is not None:
+            ready = (item for item in waiting if item.needs is None or item.needs in done)
+            while len(pending) < jobs and time.monotonic() - began < limit_s and (item := next(ready, None)):
                 pending[pool.submit(_run, item)] = item
+            waiting[:] = [item for item in waiting if item not in pending.values()]
 
-        for _ in range(jobs):
-            submit()
+        submit()
         while pending:
             for future in wait(pending, return_when=FIRST_COMPLETED).done:
-                report(pending.pop(future), future, out, time.monotonic() - began)
-                submit()
+                item = pending.pop(future)
+                if report(item, future, out, time.monotonic() - began):
+                    done.add(item.key)
+            submit()
 
 
-def report(item: Item, future: Future, out: Path, seconds: float) -> None:
-    """Append what the item measured, in one write."""
+def report(item: Item, future: Future, out: Path, seconds: float) -> bool:
+    """Append what the item measured, in one write, and whether it did."""
     if future.exception() is not None:
         print(f"{seconds:6.0f} s  {item}: {future.exception()!r}", flush=True)
-        return
-    lines = [json.dumps({**asdict(item), **line}) for line in future.result()]
+        return False
+    line = {**asdict(item), **future.result()}
     with (out / f"{item.cell}.jsonl").open("a") as file:
-        file.write("".join(f"{line}\n" for line in lines))
-    took = future.result()[-1]["record"]["seconds"]
+        file.write(json.dumps(line) + "\n")
+    took = line["seconds"] if item.needs else line["record"]["seconds"]
     print(f"{seconds:6.0f} s  {item.cell} seed {item.seed} {item.arm} {item.recipe}: {took:.0f} s", flush=True)
+    return True
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from mxfp8_recipe import apply_recipe, revert
 from mxfp8_recipe.ab import config as config_module
 from mxfp8_recipe.ab import measure as measure_module
 from mxfp8_recipe.ab import runner as runner_module
-from mxfp8_recipe.ab.arms import ARMS, initial_copy, precision
+from mxfp8_recipe.ab.arms import ARMS, REFERENCE_ARM, initial_copy, precision
 from mxfp8_recipe.ab.batches import CheckedBatches, SamplingCorrection
 from mxfp8_recipe.ab.command import ab_command
 from mxfp8_recipe.ab.config import ABConfig
@@ -216,7 +216,7 @@ def test_a_shifted_mean_names_the_layer_it_comes_from(tmp_path, monkeypatch):
 
     monkeypatch.setattr(measure_module, "apply_recipe", apply)
     measurer = Measurer(ABConfig.parse(**TINY, overrides=None))
-    _, sources = measurer.compare(measurer._started_model(0), 0)
+    _, sources = measurer.compare(measurer.started(0, REFERENCE_ARM), 0)
     for task in sources:
         assert {layer.layer for layer in task.layers} >= {"top.0", "top.2"}
         assert task.layers[0].layer == "top.2"

@@ -102,7 +102,7 @@ class Measurer:
             on_step=on_step,
         )
         start = time.monotonic()
-        model = initial_copy(self._started_model(seed), arm, seed)
+        model = self.started(seed, arm)
         if arm.quantized:
             self.apply(model)
         try:
@@ -141,12 +141,12 @@ class Measurer:
         with precision(self.device, autocast=True):
             apply_recipe(model, recipe, overrides=overrides, example_inputs=(self._example,))
 
-    def _started_model(self, seed: int) -> nn.Module:
-        """`_initial_model` that starts from the base rate."""
+    def started(self, seed: int, arm: Arm) -> nn.Module:
+        """The arm's model before its first step, plain: the seed's weights, an output starting from the base rate."""
         self._offset = self._offset or BaseRateOffset(self.train_rows)
         model = self._initial_model(seed)
         model.register_forward_hook(self._offset)
-        return model
+        return initial_copy(model, arm, seed)
 
     def compare(self, model: nn.Module, seed: int) -> tuple[SameWeights, tuple[ShiftSources, ...]]:
         """Compare the BF16-trained model with its quantized twin; where a mean shifts too far, seed 0 says whence."""
