@@ -1,12 +1,12 @@
 """Launches of generalized attention's Hopper kernels: O and dQ, dK and dV.
 
 They take what makes up most of the work: every query of a sample sees all of its keys, no tables, heads 128 wide. On an
-H200, as shares of cuBLAS at 8192-cubed, against the kernels of `gdpa` and `gdpa_backward` in the same run, where dQ and
-dK with dV were timed apart here and together there:
+H200, gelu, as shares of cuBLAS at 8192-cubed (rows of 0e37994), against the kernels of `gdpa` and `gdpa_backward` (rows
+of 5de9fe4, an earlier run, where a backward's kernels were timed apart):
 
                                              forward           backward
-    1152 samples of up to 1024               63 %, 55 %        43 %, 40 %
-    128 samples of 2048 queries, 256 keys    62 %, 51 %        46 %, 41 %
+    1152 samples of up to 1024               63 %, 55 %        43 %, 39.5 %
+    128 samples of 2048 queries, 256 keys    63 %, 51 %        45 %, 41 %
 
 Power limits such kernels: O and dQ, written to hold left operands in registers, ran at 690 W and 1.7 of 2.0 GHz, and
 were no faster.
