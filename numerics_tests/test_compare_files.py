@@ -46,7 +46,7 @@ def test_csv_as_other_programs_write_it(tmp_path, content, name):
     rows = csv_file(tmp_path, content, name).read_all()
     assert rows.label.tolist() == [0, 1]
     assert rows.prediction.tolist() == [0.25, 0.5]
-    assert rows.id is not None
+    assert isinstance(rows.id, np.ndarray)
     assert rows.id.tolist() == [7, 8]
 
 
@@ -79,9 +79,9 @@ def test_a_truncated_packed_file_and_a_directory(tmp_path):
 
 @pytest.mark.parametrize("ids", [["007", "7"], ["1_0", "10"], ["9223372036854775808", "1"], ["+5", "5"], ["a", "1"]])
 def test_ids_that_are_written_apart_stay_apart(tmp_path, ids):
-    rows = csv_file(tmp_path, f"label,prediction,id\n0,0.25,{ids[0]}\n1,0.5,{ids[1]}\n").read_all()
-    assert rows.id is not None
-    assert rows.id.tolist() == [i.encode() for i in ids]
+    found = csv_file(tmp_path, f"label,prediction,id\n0,0.25,{ids[0]}\n1,0.5,{ids[1]}\n").read("id")
+    assert found is not None
+    assert found.tolist() == [i.encode() for i in ids]
 
 
 def test_one_moment_in_every_notation_is_one_number(tmp_path):

@@ -1,10 +1,16 @@
-"""Joining rows whose ids are text: by mixed bits, and never two ids that differ."""
+"""Joining rows whose ids are text: by mixed bits, never two ids that differ, and without holding the texts."""
+
+import re
+import tracemalloc
 
 import numpy as np
 import pytest
 
-from mxfp8_recipe.ab import compare_rows
+from mxfp8_recipe.ab import compare_files, compare_ids, compare_rows
 from mxfp8_recipe.ab.compare_files import CompareError, PredictionFile
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
 
 
 def table(folder, name: str, ids, seeds=None) -> PredictionFile:
@@ -17,20 +23,26 @@ def table(folder, name: str, ids, seeds=None) -> PredictionFile:
     return PredictionFile(folder / name)
 
 
-def mixed(*texts: str, words: int = 1) -> list[int]:
-    return compare_rows._mixed(np.array([t.encode() for t in texts]), words).view(np.uint64).tolist()
+def mixed(*texts: str) -> list[int]:
+    return compare_ids.mixed(np.array([t.encode() for t in texts])).view(np.uint64).tolist()
 
 
 def test_the_mixer_is_splitmix64():
-    """Its first output from the state 0, as published (xoshiro.di.unimi.it); a text's words follow each other."""
+    """Its first output from the state 0, as published (xoshiro.di.unimi.it)."""
     assert mixed("") == [0xE220A8397B1DCDAF]
-    assert mixed("abcdefgh1") != mixed("abcdefgh", words=2) != mixed("abcdefgh")
+
+
+def test_bits_are_of_the_text_alone():
+    """Not of the longest text beside it; every word counts, and so does its place."""
+    texts = ["", "a", "abcdefgh", "abcdefgh1", "1\0\0\0\0\0\0\0abcdefgh", "Zürich", "x" * 40]
+    assert mixed(*texts) == [bits for text in texts for bits in mixed(text)]
+    assert len(set(mixed(*texts))) == len(texts)
 
 
 @pytest.mark.parametrize("width", [6, 12, 40])
 def test_ids_in_sequence_share_no_bits(width):
     texts = np.array([f"{i:0{width}d}".encode() for i in range(300_000)])
-    found = compare_rows._mixed(texts, -(-width // 8))
+    found = compare_ids.mixed(texts)
     assert len(np.unique(found)) == len(texts)
     # Each bit is set in half of them, to within six standard deviations.
     bits = np.unpackbits(found.view(np.uint8).reshape(-1, 8), axis=1).mean(0)
@@ -57,9 +69,127 @@ def test_rows_in_another_order_find_their_own(tmp_path, seeds, extra):
 
 def test_ids_that_share_their_bits_are_not_the_same_row(tmp_path, monkeypatch):
     """What chance does to one file in 300,000, forced."""
-    monkeypatch.setattr(compare_rows, "_mixed", lambda text, words: np.zeros(len(text), np.int64))
+    monkeypatch.setattr(compare_ids, "mixed", lambda texts: np.zeros(len(texts), np.int64))
     first = table(tmp_path, "a.csv", ["x1"])
     with pytest.raises(CompareError, match=r"none of its 1 rows is in .*: id y2; there: id x1"):
         compare_rows.align(first, [table(tmp_path, "b.csv", ["y2"])])
     with pytest.raises(CompareError, match="1 ids occur more than once"):
         compare_rows.align(table(tmp_path, "a.csv", ["x1"]), [table(tmp_path, "b.csv", ["y2", "z3"])])
+
+
+ROWS = 1500
+TEXT = {
+    "short": lambda i: f"u{i:010d}",
+    "hex": lambda i: f"{i * 0x9E3779B97F4A7C15F39CC0605CEDC835 % 2**128:032x}",
+    "mixed lengths": lambda i: "ab" * (i % 23) + str(i),
+    "not ASCII": lambda i: "Zürich-東京"[: i % 10] + f"-{i}",
+}
+
+
+def parquet(folder, name: str, numbers, ids, prediction=None, **more) -> PredictionFile:
+    """A file of several row groups; label and prediction follow from a row's number."""
+    prediction = (numbers % 997 + 1) / 1000 if prediction is None else prediction
+    columns = {"label": numbers % 2, "prediction": prediction, "id": ids, **more}
+    pq.write_table(pa.table(columns), folder / name, row_group_size=400)
+    return PredictionFile(folder / name)
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """Of 128 rows, and the texts of no more at a time."""
+    for module in (compare_ids, compare_files, compare_rows):
+        monkeypatch.setattr(module, "BLOCK", 128)
+    monkeypatch.setattr(compare_ids, "PIECE", 1)
+
+
+@pytest.mark.parametrize("kind", TEXT)
+@pytest.mark.parametrize("arrow", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_text_and_integers_join_alike(tmp_path, blocks, kind, arrow):
+    """In another order, with rows that one file lacks, twice: each file is joined on the rows that are left."""
+    rng, numbers = np.random.default_rng(0), np.arange(ROWS)
+    kept = [numbers, *(rng.permutation(np.delete(numbers, rng.choice(ROWS, 40))) for _ in range(2))]
+    found = []
+    for text in (True, False):
+        files = []
+        for run, those in enumerate(kept):
+            ids = pa.array([TEXT[kind](i) for i in those.tolist()]).cast(arrow) if text else those
+            prediction = np.random.default_rng(run).random(ROWS)[those]
+            files.append(parquet(tmp_path, f"{run}.parquet", those, ids, prediction, time=those))
+        found.append(compare_rows.align(files[0], files[1:]))
+    of_text, of_numbers = found
+    both = np.intersect1d(kept[1], kept[2])
+    assert len(of_text.rows) == len(both)
+    for run, values in enumerate([of_text.rows.prediction, *of_text.rows.others]):
+        assert np.array_equal(values, np.random.default_rng(run).random(ROWS)[both])
+    told = [re.sub(r"(id )(\d+)", lambda m: m[1] + TEXT[kind](int(m[2])), note) for note in of_numbers.notes]
+    assert of_text.notes == told
+    assert len(told) == 3
+
+
+def test_texts_in_the_same_order_that_differ_in_one_letter_are_told(tmp_path, blocks, monkeypatch):
+    """Bits of the first letter alone, so that the two share them and only the texts can tell."""
+    numbers = np.arange(ROWS)
+    ids = [f"{chr(256 + i)}-{i}" for i in range(ROWS)]
+    other = [*ids[:777], ids[777] + "x", *ids[778:]]
+    monkeypatch.setattr(
+        compare_ids, "mixed", lambda texts: np.array([ord(t.decode()[0]) for t in texts.tolist()], np.int64)
+    )
+    first, second = parquet(tmp_path, "a.parquet", numbers, ids), parquet(tmp_path, "b.parquet", numbers, other)
+    found = compare_rows.align(first, [second])
+    assert len(found.rows) == ROWS - 1
+    assert [note.rpartition(": ")[2] for note in found.notes] == [f"id {ids[777]}", f"id {other[777]}"]
+
+
+@pytest.mark.parametrize("kind", TEXT)
+def test_ids_twice_in_different_row_groups_are_counted(tmp_path, blocks, kind):
+    numbers = np.arange(ROWS)
+    texts = [TEXT[kind](i) for i in numbers.tolist()]
+    twice = [*texts[:-2], texts[5], texts[700]]
+    files = [parquet(tmp_path, f"{i}.parquet", numbers, ids) for i, ids in enumerate([texts, twice, texts[::-1]])]
+    for pair in ((files[0], files[1]), (files[1], files[2])):
+        with pytest.raises(
+            CompareError, match=r"1\.parquet: column id: 2 ids occur more than once, such as id "
+        ) as told:
+            compare_rows.align(pair[0], [pair[1]])
+        assert {f"id {texts[5]}", f"id {texts[700]}"} == set(re.findall(r"id \S+?(?=, |;)", str(told.value)))
+
+
+@pytest.mark.parametrize("first", [0, 900])
+def test_ids_that_are_missing_are_counted_over_all_row_groups(tmp_path, blocks, first):
+    ids = [None if i in (first, 1000, 1499) else f"r{i}" for i in range(ROWS)]
+    file = parquet(tmp_path, "a.parquet", np.arange(ROWS), ids)
+    for read in (file.read_all, file.read_ids, lambda: file.read("id")):
+        with pytest.raises(CompareError, match=f"column id: 3 of {ROWS} values are missing"):
+            read()
+
+
+@pytest.mark.parametrize("text_first", [False, True])
+def test_text_that_is_an_integer_is_that_integer_in_the_other_file(tmp_path, blocks, text_first):
+    numbers = np.random.default_rng(0).permutation(ROWS)
+    files = [
+        parquet(tmp_path, "text.parquet", np.arange(ROWS), [str(i) for i in range(ROWS)]),
+        parquet(tmp_path, "numbers.parquet", numbers, numbers),
+    ]
+    first, second = files if text_first else files[::-1]
+    found = compare_rows.align(first, [second])
+    assert not found.notes
+    assert np.array_equal(found.rows.prediction, found.rows.others[0])
+
+
+def test_texts_are_never_held_whole(tmp_path, monkeypatch):
+    """Arrays at their peak, with ids of 64 bytes. Measured: 88 bytes a row; the texts of one file are 64 more."""
+    rows = 200_000
+    numbers, order = np.arange(rows), np.random.default_rng(0).permutation(rows)
+    for name, those in (("a", numbers), ("b", order)):
+        parquet(tmp_path, f"{name}.parquet", those, [f"{i:064x}" for i in those.tolist()], time=those, weight=those)
+    for module in (compare_ids, compare_files, compare_rows):
+        monkeypatch.setattr(module, "BLOCK", 1 << 10)
+    monkeypatch.setattr(compare_ids, "PIECE", 1 << 20)
+    tracemalloc.start()
+    try:
+        found = compare_rows.align(PredictionFile(tmp_path / "a.parquet"), [PredictionFile(tmp_path / "b.parquet")])
+        peak = tracemalloc.get_traced_memory()[1] / rows
+    finally:
+        tracemalloc.stop()
+    assert np.array_equal(found.rows.prediction, found.rows.others[0])
+    assert peak < 110

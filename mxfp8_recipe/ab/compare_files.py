@@ -24,12 +24,15 @@ import itertools
 import sys
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
+
+from mxfp8_recipe.ab.compare_ids import BLOCK, TextIds, blocks_of
 
 NEEDED = ("label", "prediction")
 NUMBERS = ("label", "prediction", "weight")
@@ -49,7 +52,7 @@ class Predictions:
     Attributes:
         path: of the file that describes the rows.
         label, prediction: (N,) fp64. weight: the same, or None.
-        time, segment, seed, id: (N,) integers or text, or None.
+        time, segment, seed: (N,) integers or text, or None. id: the same; text stays in the file.
         others: (N,) fp64 predictions of each other file, in this order of rows.
     """
 
@@ -60,7 +63,7 @@ class Predictions:
     time: np.ndarray | None = None
     segment: np.ndarray | None = None
     seed: np.ndarray | None = None
-    id: np.ndarray | None = None
+    id: np.ndarray | TextIds | None = None
     others: list[np.ndarray] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -108,13 +111,21 @@ class PredictionFile:
             raise CompareError(f"{self.path}: {'; '.join(problems)}")
         return values
 
+    def read_ids(self) -> np.ndarray | TextIds | None:
+        """The column `id`: integers, or what is held of text."""
+        if "id" not in self.columns:
+            return None
+        ids = self._source.ids()
+        return ids if isinstance(ids, np.ndarray) else TextIds.of(ids, self.rows)
+
     def read_all(self) -> Predictions:
         """Every column; the problems of all of them in one error."""
         problems: list[str] = []
-        found: dict[str, Any] = {column: self._checked(column, problems) for column in self.columns}
+        found: dict[str, Any] = {c: self._checked(c, problems) for c in self.columns if c != "id"}
+        ids = self.read_ids()
         if problems:
             raise CompareError(f"{self.path}: {'; '.join(problems)}")
-        return Predictions(self.path, **found)
+        return Predictions(self.path, **found, id=ids)
 
     def _checked(self, column: str, problems: list[str]) -> np.ndarray:
         """A column's values; what is wrong with them is appended."""
@@ -148,7 +159,10 @@ def _renamed(names: Mapping[str, str]) -> set[str]:
 
 
 class _Parquet:
-    """Columns of a parquet file, without threads and memory maps, whose memory nobody could account for."""
+    """Columns of a parquet file, some rows at a time, so that arrow holds next to nothing.
+
+    Without threads, memory maps and buffers of whole columns, whose memory nobody could account for.
+    """
 
     def __init__(self, path: Path, names: Mapping[str, str]) -> None:
         try:
@@ -160,7 +174,7 @@ class _Parquet:
                 "or give CSV files"
             ) from error
         try:
-            self.file = pq.ParquetFile(path)
+            self.file = pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
         except (pa.ArrowInvalid, OSError) as error:
             raise CompareError(f"{path}: not a parquet file ({error})") from None
         self.path, self.names = path, names
@@ -168,25 +182,44 @@ class _Parquet:
         self.rows: int = self.file.metadata.num_rows
 
     def read(self, column: str) -> np.ndarray:
-        values = self.file.read(columns=[self.names[column]], use_threads=False).column(0)
-        found = _from_arrow(self.path, column, values)
-        del values
-        release_unused()
+        found, start = np.empty(0), 0
+        for block in self._blocks(column):
+            if start == 0:
+                found = np.empty(self.rows, dtype=block.dtype)
+            if block.dtype.itemsize > found.dtype.itemsize:
+                found = found.astype(block.dtype)  # text that is longer than all before it
+            found[start : start + len(block)] = block
+            start += len(block)
         return found
+
+    def ids(self) -> np.ndarray | Callable[[], Iterator[np.ndarray]]:
+        """Integers, or what gives the blocks of text."""
+        text = next(self._blocks("id")).dtype.kind == "S"
+        return partial(self._blocks, "id") if text else self.read("id")
+
+    def _blocks(self, column: str) -> Iterator[np.ndarray]:
+        """A column's values in the order of rows; an error at the end where some that must not be are missing."""
+        missing = 0
+        for batch in self.file.iter_batches(BLOCK, columns=[self.names[column]], use_threads=False):
+            values = batch.column(0)
+            if column not in NUMBERS:
+                missing += values.null_count
+            if len(values) and not missing:
+                yield _from_arrow(self.path, column, values)
+        if missing:
+            raise CompareError(f"{self.path}: column {column}: {missing} of {self.rows} values are missing")
 
 
 def release_unused() -> None:
-    """Give back what arrow still holds of columns that were dropped: 46 bytes a row once files are aligned."""
+    """Give back what arrow still holds of columns that were read."""
     if arrow := sys.modules.get("pyarrow"):
         arrow.default_memory_pool().release_unused()
 
 
 def _from_arrow(path: Path, column: str, values: Any) -> np.ndarray:
-    """A pyarrow column as numbers or text; text as codes would lose its order, so it stays text."""
+    """A pyarrow array as numbers or text; text as codes would lose its order, so it stays text."""
     import pyarrow as pa
 
-    if values.null_count and column not in NUMBERS:
-        raise CompareError(f"{path}: column {column}: {values.null_count} of {len(values)} values are missing")
     kind = values.type
     if pa.types.is_dictionary(kind):
         values, kind = values.cast(kind.value_type), kind.value_type
@@ -203,13 +236,13 @@ def _from_arrow(path: Path, column: str, values: Any) -> np.ndarray:
     if column in NUMBERS and not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
         raise CompareError(f"{path}: column {column}: got values of type {kind}, expected numbers")
     if column in NUMBERS:
-        return np.array(values.cast(pa.float64()).to_numpy())  # a copy, since arrow's own memory is read-only
+        return values.cast(pa.float64()).to_numpy(zero_copy_only=False)
     if text:
-        return _text_codes(values)
+        return _text_codes(values.cast(pa.large_binary()))
     if not (pa.types.is_integer(kind) or (pa.types.is_floating(kind) and column == "time")):
         expected = "numbers, dates or text" if column == "time" else "integers or text"
         raise CompareError(f"{path}: column {column}: got values of type {kind}, expected {expected}")
-    return values.to_numpy()
+    return values.to_numpy(zero_copy_only=False)
 
 
 def _instants(values: Any) -> Any:
@@ -224,13 +257,16 @@ def _instants(values: Any) -> Any:
 
 def _text_codes(values: Any) -> np.ndarray:
     """Text as a fixed-width array of bytes: a tenth of the size of Python strings, and it sorts and compares."""
-    import pyarrow.compute as pc
-
-    lengths = pc.max(pc.binary_length(values)).as_py() or 1
-    out = np.empty(len(values), dtype=f"S{lengths}")
-    for start in range(0, len(values), CHUNK):
-        out[start : start + CHUNK] = [text.encode() for text in values.slice(start, CHUNK).to_pylist()]
-    return out
+    _, offsets, data = values.buffers()
+    ends = np.frombuffer(offsets, dtype=np.int64)[values.offset : values.offset + len(values) + 1]
+    lengths = np.diff(ends)
+    width = max(int(lengths.max()), 1)
+    letters = np.frombuffer(data or b"", dtype=np.uint8)[ends[0] : ends[-1]]
+    if len(letters) == len(lengths) * width:
+        return letters.view(f"S{width}")
+    out = np.zeros((len(lengths), width), dtype=np.uint8)
+    out[np.arange(width) < lengths[:, None]] = letters
+    return out.view(f"S{width}")[:, 0]
 
 
 class _CSV:
@@ -257,6 +293,11 @@ class _CSV:
 
     def read(self, column: str) -> np.ndarray:
         return _from_text(self.path, column, np.concatenate(self._parts.pop(column)))
+
+    def ids(self) -> np.ndarray | Callable[[], Iterator[np.ndarray]]:
+        """Integers, or what gives the blocks of text."""
+        ids = self.read("id")
+        return partial(blocks_of, ids) if ids.dtype.kind == "S" else ids
 
 
 def _opened(path: Path) -> TextIO:

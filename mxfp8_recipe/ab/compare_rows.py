@@ -1,7 +1,8 @@
 """Brings the rows of prediction files together: seed by seed, in time order; what does not match is told.
 
 Labels, weights, segments and times come from the first file and must be the same in the others. The others' columns are
-read one at a time, compared and dropped, so that memory holds one file and the predictions of the rest.
+read one at a time, compared and dropped, so that memory holds one file and the predictions of the rest. Of ids that are
+text it holds eight bytes each (`compare_ids`).
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mxfp8_recipe.ab.compare_files import CompareError, PredictionFile, Predictions, release_unused
+from mxfp8_recipe.ab.compare_ids import BLOCK, TextIds, blocks_of, mixed
 
 EXAMPLES = 3
-CHUNK = 1 << 18
 
 
 @dataclass
@@ -40,7 +41,7 @@ class _Keys:
     """What tells the rows of a file apart."""
 
     path: object
-    id: np.ndarray | None
+    id: np.ndarray | TextIds | None
     seed: np.ndarray | None
 
     def __len__(self) -> int:
@@ -97,20 +98,23 @@ def _matched(rows: Predictions, other: PredictionFile) -> tuple[np.ndarray | Non
         if seed is not None:
             _same(rows, "seed", seed, other)
         return None, []
-    here, there = _Keys(rows.path, rows.id, rows.seed), _Keys(other.path, other.read("id"), other.read("seed"))
-    keys, other_keys = _key_columns(here, there)
-    _unique(here, keys)
-    if len(keys) == len(other_keys) and _alike(here, there, keys, other_keys, np.arange(len(keys))).all():
+    here = _Keys(rows.path, rows.id, rows.seed)
+    there = _Keys(other.path, other.read_ids(), other.read("seed"))
+    if isinstance(here.id, TextIds) or isinstance(there.id, TextIds):
+        here.id, there.id = _text(here.id), _text(there.id)
+    place = _places(here, there)
+    found = place >= 0
+    if isinstance(here.id, TextIds) and isinstance(there.id, TextIds):
+        found &= here.id.alike(there.id, place)
+    if len(here) == len(there) and found.all() and (place[1:] > place[:-1]).all():
         return None, []
-    _unique(there, other_keys)
-    return _join(rows, here, there, keys, other_keys)
+    return _join(rows, here, there, place, found)
 
 
 def _join(
-    rows: Predictions, here: _Keys, there: _Keys, keys: np.ndarray, other_keys: np.ndarray
+    rows: Predictions, here: _Keys, there: _Keys, place: np.ndarray, found: np.ndarray
 ) -> tuple[np.ndarray, list[str]]:
-    place = _places(keys, other_keys)
-    found = _alike(here, there, keys, other_keys, place)
+    """Drop the rows that were not found; where the others are, and what did not match."""
     if not found.any():
         here_ids, there_ids = _names(here, np.arange(len(here))), _names(there, np.arange(len(there)))
         raise CompareError(
@@ -136,18 +140,6 @@ def _join(
     return place, notes
 
 
-def _alike(here: _Keys, there: _Keys, keys: np.ndarray, other_keys: np.ndarray, place: np.ndarray) -> np.ndarray:
-    """Which rows are those at `place` of the other file: equal keys, and of text the text itself, some at a time."""
-    found = other_keys[place] == keys
-    if not _integers(here.id, there.id):
-        assert here.id is not None
-        assert there.id is not None
-        for start in range(0, len(found), CHUNK):
-            part = slice(start, start + CHUNK)
-            found[part] &= here.id[part].astype(bytes) == there.id[place[part]].astype(bytes)
-    return found
-
-
 def _lost_seeds(has: _Keys, lacks: _Keys, kept: np.ndarray) -> list[str]:
     """Trainings of one file of which no row is left: to drop one that failed would flatter its recipe."""
     if has.seed is None:
@@ -158,83 +150,81 @@ def _lost_seeds(has: _Keys, lacks: _Keys, kept: np.ndarray) -> list[str]:
     return [f"{lacks.path} has no row of {left_out}; a training that failed must not be missing"] if len(lost) else []
 
 
-def _places(keys: np.ndarray, other_keys: np.ndarray) -> np.ndarray:
-    """A row of the other file for each row: its own where there is one. Sorted needles keep the search in cache."""
-    order = np.argsort(other_keys)
-    mine = np.argsort(keys)
-    found = np.searchsorted(other_keys[order], keys[mine])
-    np.minimum(found, len(order) - 1, out=found)
-    place = np.empty_like(mine)
-    place[mine] = order[found]
+def _places(here: _Keys, there: _Keys) -> np.ndarray:
+    """A row of the other file for each row, by equal keys; -1 for none."""
+    keys, other_keys = _key_columns(here, there)
+    same_order = np.array_equal(keys, other_keys)
+    needles, order = _sorted(here, keys)
+    if same_order:
+        return np.arange(len(order))
+    del keys
+    hay, other_order = _sorted(there, other_keys)
+    del other_keys
+    place = np.empty_like(order)
+    for start in range(0, len(order), BLOCK):  # needles in order keep the search in cache
+        part = slice(start, start + BLOCK)
+        at = np.searchsorted(hay, needles[part])
+        np.minimum(at, len(hay) - 1, out=at)
+        place[order[part]] = np.where(hay[at] == needles[part], other_order[at], -1)
     return place
 
 
-def _key_columns(here: _Keys, there: _Keys) -> tuple[np.ndarray, np.ndarray]:
-    """One integer a row: equal for equal seed and id."""
-    ids, other_ids = _codes(here.id, there.id)
-    if here.seed is None:
-        return ids, other_ids
-    seeds, other_seeds = _small(*_codes(here.seed, there.seed))
-    if not _integers(here.id, there.id):
-        return ids ^ seeds, other_ids ^ other_seeds
-    if min(ids.min(), other_ids.min()) < 0 or max(ids.max(), other_ids.max()) > 1 << 40:
-        ids, other_ids = _small(ids, other_ids)
-    width = int(max(ids.max(), other_ids.max())) + 1
-    return seeds * width + ids, other_seeds * width + other_ids
-
-
-def _codes(a: np.ndarray | None, b: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Integers as they are; text as 64 mixed bits, since ranks of text take minutes and gigabytes.
-
-    Two of n texts share their bits by chance in n^2 / 2^65 of all files, 3 in a million for 10,000,000 rows. Two of one
-    file are then reported as one id that occurs twice; a row of one file is never taken for a row of the other, since
-    `_alike` compares the texts themselves.
-    """
-    assert a is not None
-    assert b is not None
-    if _integers(a, b):
-        return a.astype(np.int64, copy=False), b.astype(np.int64, copy=False)
-    a, b = a.astype(bytes, copy=False), b.astype(bytes, copy=False)
-    words = -(-max(a.dtype.itemsize, b.dtype.itemsize) // 8)
-    return _mixed(a, words), _mixed(b, words)
-
-
-def _integers(*columns: np.ndarray | None) -> bool:
-    return all(c is not None and c.dtype.kind in "iu" for c in columns)
-
-
-def _mixed(text: np.ndarray, words: int) -> np.ndarray:
-    """The mixer of SplitMix64 (Steele et al. 2014) over each text's words of eight bytes, some rows at a time."""
-    out = np.empty(len(text), dtype=np.uint64)
-    for start in range(0, len(text), CHUNK):
-        part = text[start : start + CHUNK].astype(f"S{8 * words}").view(np.uint64).reshape(-1, words)
-        bits = np.zeros(len(part), dtype=np.uint64)
-        for word in part.T:
-            bits = (bits ^ word) + np.uint64(0x9E3779B97F4A7C15)
-            bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            bits ^= bits >> np.uint64(31)
-        out[start : start + CHUNK] = bits
-    return out.view(np.int64)
-
-
-def _small(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Values of both columns as ranks from 0."""
-    names = np.unique(np.concatenate([np.unique(a), np.unique(b)]))
-    return np.searchsorted(names, a), np.searchsorted(names, b)
-
-
-def _unique(found: _Keys, keys: np.ndarray) -> None:
-    ordered = np.sort(keys)
-    repeats = ordered[1:][ordered[1:] == ordered[:-1]]
-    if len(repeats):
-        repeats = np.unique(repeats)
-        examples = np.array([np.flatnonzero(keys == key)[0] for key in repeats[: EXAMPLES + 1]])
+def _sorted(found: _Keys, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The keys in ascending order and the rows they are of; an error where one occurs twice."""
+    order = np.argsort(keys)
+    keys = keys[order]
+    again = np.flatnonzero(keys[1:] == keys[:-1])
+    if len(again):
+        repeats = np.unique(keys[again])
+        examples = np.array([order[keys == key].min() for key in repeats[: EXAMPLES + 1]])
         raise CompareError(
             f"{found.path}: column id: {len(repeats)} ids occur more than once, such as "
             f"{_names(found, examples)}; expected one row an id"
             + (" and seed" if found.seed is not None else "; a seed column tells trainings apart")
         )
+    return keys, order
+
+
+def _key_columns(here: _Keys, there: _Keys) -> tuple[np.ndarray, np.ndarray]:
+    """One integer a row: equal for equal seed and id."""
+    text = isinstance(here.id, TextIds)
+    ids, other_ids = (_bits(k.id) for k in (here, there))
+    if here.seed is None:
+        return ids, other_ids
+    assert there.seed is not None
+    seeds, other_seeds = _small(*_codes(here.seed, there.seed))
+    if text:
+        return ids ^ seeds, other_ids ^ other_seeds
+    if min(ids.min(), other_ids.min()) < 0 or max(ids.max(), other_ids.max()) > 1 << 40:
+        ids, other_ids = _small(ids, other_ids)
+    width = np.int64(max(ids.max(), other_ids.max())) + 1
+    return seeds * width + ids, other_seeds * width + other_ids
+
+
+def _text(ids: np.ndarray | TextIds | None) -> TextIds:
+    assert ids is not None
+    return ids if isinstance(ids, TextIds) else TextIds.of_array(ids)
+
+
+def _bits(ids: np.ndarray | TextIds | None) -> np.ndarray:
+    assert ids is not None
+    return ids.bits if isinstance(ids, TextIds) else ids.astype(np.int64, copy=False)
+
+
+def _codes(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Seeds: integers as they are, text as 64 mixed bits."""
+    if a.dtype.kind in "iu" and b.dtype.kind in "iu":
+        return a.astype(np.int64, copy=False), b.astype(np.int64, copy=False)
+    mine, others = (np.concatenate([mixed(block) for block in blocks_of(values)]) for values in (a, b))
+    return mine, others
+
+
+def _small(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Values of both columns as ranks from 0, int32."""
+    parts = [values[start : start + BLOCK] for values in (a, b) for start in range(0, len(values), BLOCK)]
+    names = np.unique(np.concatenate([np.unique(part) for part in parts]))
+    ranks = np.concatenate([np.searchsorted(names, part).astype(np.int32) for part in parts])
+    return ranks[: len(a)], ranks[len(a) :]
 
 
 def _same(rows: Predictions, column: str, values: np.ndarray, other: PredictionFile) -> None:
@@ -246,15 +236,18 @@ def _same(rows: Predictions, column: str, values: np.ndarray, other: PredictionF
         return
     numbers = "iuf"
     alike = mine.dtype.kind in numbers and values.dtype.kind in numbers
-    differ = np.flatnonzero(mine != values if alike else mine.astype(bytes) != values.astype(bytes))
+    differ = np.flatnonzero(
+        mine != values if alike else mine.astype(bytes, copy=False) != values.astype(bytes, copy=False)
+    )
     if column in ("label", "weight"):  # written with the digits of single precision they are still the same
         differ = differ[~np.isclose(mine[differ], values[differ], rtol=1e-6, atol=0)]
     if len(differ):
         row = int(differ[0])
+        [where] = _where(_Keys(rows.path, rows.id, rows.seed), differ[:1])
         remedy = "are these the same rows?" if rows.id is not None else "add an id column if rows differ in order"
         raise CompareError(
             f"{other.path}: column {column}: {len(differ)} of {len(rows)} values differ from {rows.path}, first at "
-            f"{_where(_Keys(rows.path, rows.id, rows.seed), row)}: {_name(values[row])} instead of {_name(mine[row])}; "
+            f"{where}: {_name(values[row])} instead of {_name(mine[row])}; "
             f"{remedy}"
         )
 
@@ -277,13 +270,16 @@ def _sort(rows: Predictions) -> dict[str, slice]:
 
 
 def _names(found: _Keys, rows: np.ndarray) -> str:
-    return ", ".join(_where(found, int(row)) for row in rows[:EXAMPLES]) + (", ..." if len(rows) > EXAMPLES else "")
+    return ", ".join(_where(found, rows[:EXAMPLES])) + (", ..." if len(rows) > EXAMPLES else "")
 
 
-def _where(found: _Keys, row: int) -> str:
+def _where(found: _Keys, rows: np.ndarray) -> list[str]:
+    """What a few rows are called."""
     if found.id is None:
-        return f"row {row + 1}"
-    return f"id {_name(found.id[row])}" + (f" of seed {_name(found.seed[row])}" if found.seed is not None else "")
+        return [f"row {row + 1}" for row in rows]
+    ids = found.id.at(rows) if isinstance(found.id, TextIds) else found.id[rows]
+    seeds = [""] * len(rows) if found.seed is None else [f" of seed {_name(seed)}" for seed in found.seed[rows]]
+    return [f"id {_name(i)}{seed}" for i, seed in zip(ids, seeds, strict=True)]
 
 
 def _name(value: object) -> str:
