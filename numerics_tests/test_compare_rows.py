@@ -163,6 +163,22 @@ def test_ids_that_are_missing_are_counted_over_all_row_groups(tmp_path, blocks, 
             read()
 
 
+def test_integers_that_no_seed_fits_beside(tmp_path, blocks):
+    """Hashed ids fill all 64 bits: their ranks are joined; 1,500 and 1,463 rows fill no block."""
+    numbers, seeds = np.arange(ROWS), np.arange(ROWS) % 3
+    ids = ((numbers // 3).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)).view(np.int64)
+    those = np.random.default_rng(0).permutation(ROWS)[:1463]
+    files = [
+        parquet(tmp_path, f"{name}.parquet", rows, ids[rows], rows / ROWS, seed=seeds[rows])
+        for name, rows in (("a", numbers), ("b", those))
+    ]
+    found = compare_rows.align(files[0], files[1:])
+    assert np.array_equal(found.rows.prediction, found.rows.others[0])
+    assert set(found.rows.prediction.tolist()) == set((those / ROWS).tolist())
+    assert len(found.notes) == 1
+    assert found.notes[0].startswith("37 rows of ")
+
+
 @pytest.mark.parametrize("text_first", [False, True])
 def test_text_that_is_an_integer_is_that_integer_in_the_other_file(tmp_path, blocks, text_first):
     numbers = np.random.default_rng(0).permutation(ROWS)
@@ -174,6 +190,22 @@ def test_text_that_is_an_integer_is_that_integer_in_the_other_file(tmp_path, blo
     found = compare_rows.align(first, [second])
     assert not found.notes
     assert np.array_equal(found.rows.prediction, found.rows.others[0])
+
+
+def test_one_long_text_makes_its_own_piece_short(tmp_path, blocks, monkeypatch):
+    """A piece up to its block, one of its block alone, and one of all that follow; texts grow within the first."""
+    monkeypatch.setattr(compare_ids, "PIECE", 128 * 4 * 9)
+    texts = [f"r{i}" if i != 700 else "x" * 1000 for i in range(ROWS)]
+    file = parquet(tmp_path, "a.parquet", np.arange(ROWS), texts)
+    ids = file.read_ids()
+    assert isinstance(ids, compare_ids.TextIds)
+    pieces = [piece.copy() for piece in ids._pieces()]
+    assert [t.decode() for piece in pieces for t in piece.tolist()] == texts
+    assert [piece.dtype.itemsize for piece in pieces].count(1000) == 1
+    assert len(pieces) == 3
+    order = np.random.default_rng(0).permutation(ROWS)
+    other = parquet(tmp_path, "b.parquet", order, [texts[i] for i in order.tolist()])
+    assert not compare_rows.align(file, [other]).notes
 
 
 def test_texts_are_never_held_whole(tmp_path, monkeypatch):

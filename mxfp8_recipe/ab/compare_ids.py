@@ -30,23 +30,22 @@ class TextIds:
 
     Attributes:
         blocks: from the start of the file each time, its texts as arrays of bytes, `BLOCK` rows at most.
-        bits: (N,) int64. width: bytes of the longest text.
+        bits: (N,) int64.
         rows: (N,) which rows of the file these are, ascending; None for all of them.
     """
 
     blocks: Callable[[], Iterator[np.ndarray]]
     bits: np.ndarray
-    width: int
     rows: np.ndarray | None = None
 
     @classmethod
     def of(cls, blocks: Callable[[], Iterator[np.ndarray]], rows: int) -> TextIds:
         """Of all rows of a file, which is read once."""
-        bits, width, start = np.empty(rows, dtype=np.int64), 1, 0
+        bits, start = np.empty(rows, dtype=np.int64), 0
         for texts in blocks():
             bits[start : start + len(texts)] = mixed(texts)
-            width, start = max(width, texts.dtype.itemsize), start + len(texts)
-        return cls(blocks=blocks, bits=bits, width=width)
+            start += len(texts)
+        return cls(blocks=blocks, bits=bits)
 
     @classmethod
     def of_array(cls, values: np.ndarray) -> TextIds:
@@ -97,16 +96,21 @@ class TextIds:
                 found[first + rows] = texts[rows] == block[here]
                 start += len(block)
             first += len(texts)
+            del texts  # before the next piece is read
         return found
 
     def _pieces(self) -> Iterator[np.ndarray]:
-        """The texts of these rows, as many at a time as `PIECE` holds; each piece lies where the one before lay."""
-        piece = np.empty(min(len(self), max(BLOCK, PIECE // self.width)), dtype=f"S{self.width}")
-        end = 0
+        """The texts of these rows, as many at a time as `PIECE` holds; one long text makes only its own piece short."""
+        piece, end = np.empty(0, dtype="S1"), 0
         for block in self.texts():
-            if end + len(block) > len(piece):
+            width = max(piece.dtype.itemsize, block.dtype.itemsize)
+            if end and (end + len(block)) * width > PIECE:
                 yield piece[:end]
-                end = 0
+                end, width = 0, block.dtype.itemsize
+            if not end or width > piece.dtype.itemsize:
+                wider = np.empty(max(len(block), min(PIECE // width, len(self))), dtype=f"S{width}")
+                wider[:end] = piece[:end]
+                piece = wider
             piece[end : end + len(block)] = block
             end += len(block)
         yield piece[:end]

@@ -222,9 +222,23 @@ def _codes(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _small(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Values of both columns as ranks from 0, int32."""
     parts = [values[start : start + BLOCK] for values in (a, b) for start in range(0, len(values), BLOCK)]
-    names = np.unique(np.concatenate([np.unique(part) for part in parts]))
-    ranks = np.concatenate([np.searchsorted(names, part).astype(np.int32) for part in parts])
-    return ranks[: len(a)], ranks[len(a) :]
+    names = _distinct(np.concatenate([_distinct(part) for part in parts]))
+    return _ranks(names, a), _ranks(names, b)
+
+
+def _distinct(values: np.ndarray) -> np.ndarray:
+    """In ascending order; `np.unique` alone takes ten times as long where ten million values differ."""
+    ordered = np.sort(values)
+    return ordered[np.append(True, ordered[1:] != ordered[:-1])]
+
+
+def _ranks(names: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Where each value is among the names; needles in order keep the search in cache."""
+    out = np.empty(len(values), dtype=np.int32)
+    for start in range(0, len(values), BLOCK):
+        needles, needle = np.unique(values[start : start + BLOCK], return_inverse=True)
+        out[start : start + BLOCK] = np.searchsorted(names, needles)[needle]
+    return out
 
 
 def _same(rows: Predictions, column: str, values: np.ndarray, other: PredictionFile) -> None:
