@@ -151,7 +151,7 @@ print((resident() - before) / len(rows.rows))
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads /proc")
 def test_columns_that_are_dropped_are_given_back(tmp_path):
-    """Label and two predictions are 24 bytes a row. Measured: 41; 70 where arrow keeps ids, times and seeds."""
+    """Label and two predictions are 24 bytes a row. Measured: 50; 59 where arrow reads ahead, 77 by whole columns."""
     rng = np.random.default_rng(0)
     for rows in (250_000, 1_000_000):
         own = {"id": np.arange(rows), "time": np.arange(rows), "seed": np.zeros(rows, np.int64)}

@@ -21,7 +21,6 @@ import csv
 import difflib
 import gzip
 import itertools
-import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -208,12 +207,6 @@ class _Parquet:
                 yield _from_arrow(self.path, column, values)
         if missing:
             raise CompareError(f"{self.path}: column {column}: {missing} of {self.rows} values are missing")
-
-
-def release_unused() -> None:
-    """Give back what arrow still holds of columns that were read."""
-    if arrow := sys.modules.get("pyarrow"):
-        arrow.default_memory_pool().release_unused()
 
 
 def _from_arrow(path: Path, column: str, values: Any) -> np.ndarray:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mxfp8_recipe.ab.compare_files import CompareError, PredictionFile, Predictions, release_unused
+from mxfp8_recipe.ab.compare_files import CompareError, PredictionFile, Predictions
 from mxfp8_recipe.ab.compare_ids import BLOCK, TextIds, blocks_of, mixed
 
 EXAMPLES = 3
@@ -63,7 +63,6 @@ def align(first: PredictionFile, others: list[PredictionFile]) -> Aligned:
     if rows.segment is not None:
         names, codes = np.unique(rows.segment, return_inverse=True)
         rows.segment, segments = codes.astype(np.int32), [_name(n) for n in names]
-    release_unused()
     return Aligned(rows, [str(f.path) for f in (first, *others)], seeds, segments, notes)
 
 
