@@ -1,8 +1,8 @@
 """Gluon kernels of one partition without a GPU: their Python runs on tensors, layouts left out.
 
 What is in flight cannot be read: a TMA copy leaves NaN where it goes until its barrier is waited for, and an
-asynchronous product is computed, from what its operands hold by then, when a wait covers it. So a wait too few, a
-buffer filled again too early, or a barrier that nobody arrives at gives wrong values or raises.
+asynchronous product is computed, or a buffer stored, from what they hold by then, when a wait covers it. So a wait too
+few, a buffer filled again too early, or a barrier that nobody arrives at gives wrong values or raises.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ class Gluon:
     def __init__(self, program: int) -> None:
         self.program = torch.tensor(program)
         self.in_flight: list[Product] = []
+        self.stores: list[tuple[Tensor, Shared]] = []
 
     def __getattr__(self, layout: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None
@@ -162,6 +163,17 @@ class Gluon:
         mask, at = torch.broadcast_tensors(mask, torch.as_tensor(pointer.at))
         assert bool(((at >= 0) & (at < pointer.tensor.numel()))[mask].all()), "stored beyond the tensor"
         pointer.tensor.view(-1)[at[mask]] = x[mask]
+
+    def tma_store(self, desc: Descriptor, at: list[Any], smem: Shared) -> None:
+        (row, col), (rows, cols) = (int(i) for i in at), smem.values.shape
+        target = desc.values[row : row + rows, col : col + cols]
+        assert target.shape == smem.values.shape, "stored beyond the tensor"
+        self.stores.append((target, smem))
+
+    def store_wait(self, outstanding: int) -> None:
+        while len(self.stores) > outstanding:
+            target, smem = self.stores.pop(0)
+            target.copy_(smem.values)
 
     def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
         if dtype is torch.int64:
@@ -224,10 +236,14 @@ def launch(kernel: Any, programs: int, args: tuple[Any, ...]) -> None:
     constant = [p.is_constexpr for p in kernel.params]
     for program in range(programs):
         gluon = Gluon(program)
-        products = {"warpgroup_mma": gluon.warpgroup_mma, "warpgroup_mma_wait": gluon.warpgroup_mma_wait}
-        body = plain(kernel, {"gl": gluon, "tl": gluon, **REPLACED, **products}, {})
+        own = {
+            "warpgroup_mma": gluon.warpgroup_mma, "warpgroup_mma_wait": gluon.warpgroup_mma_wait,
+            "tma_store": gluon.tma_store, "tma": types.SimpleNamespace(store_wait=gluon.store_wait),
+        }  # fmt: skip
+        body = plain(kernel, {"gl": gluon, "tl": gluon, **REPLACED, **own}, {})
         body(*(x if fixed else _argument(x) for x, fixed in zip(args, constant, strict=True)))
         assert not gluon.in_flight, "ended while in flight"
+        assert not gluon.stores, "ended while buffers are stored"
 
 
 def _argument(x: Any) -> Any:

@@ -3,10 +3,12 @@ shared keys.
 
     S^T = K Q^T    P^T = exp2(c S^T - lse)    dV = P^T dO    dP^T = V dO^T    dS^T = P^T * (dP^T - delta)    dK = dS^T Q
 
-One warpgroup keeps BM keys and walks over the sample's queries. S and dP of a block are multiplied back to back, P^T dO
-runs while dS is made and dS^T Q into the next step, and the next block's copies, of Q, dO, lse and delta, begin as soon
-as the block before is done with. Of a last block that has up to half a block of new queries, all in its second half,
-only that is computed.
+One warpgroup keeps BM keys and walks over the sample's queries. Of a step, S is multiplied right behind dS^T Q of the
+step before. As soon as that is done with its block the next one's copies begin, and then dP, which runs under the
+exponentials as P^T dO does under dS: sooner than behind S, and with 8 registers less than S and dP beside both sums in
+flight. What S takes, K, Q and lse, has a barrier apart from V, dO and delta. Of a last block that has up to half a
+block of new queries, all in its second half, only that is computed. dV goes to shared memory under the last product,
+and both sums of a whole tile leave by TMA.
 """
 
 from __future__ import annotations
@@ -16,14 +18,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
 from .._staged import reinterpret
-from ..gemm._gluon import barrier, tma_load
-from ._hopper_tiles import some_rows, store_some_rows
+from ..gemm._gluon import barrier, tma_load, tma_store
+from ._hopper_tiles import some_rows
 from ._tiles import anchored, block_start, read_entry, stats_row
 
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -31,21 +34,21 @@ FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 @gluon.jit
 def load_queries(
-    q_desc, do_desc, stats_desc, q_smem, do_smem, lse_smem, delta_smem, full, i, there, head, q0, Lq, stat, again,
-    H, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, do_desc, stats_desc, q_smem, do_smem, lse_smem, delta_smem, q_full, do_full, i, there, head, q0, Lq, stat,
+    again, H, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Begin to copy the i-th block of queries, with their dO, lse and delta, if there.
 
-    stat, again: where the sample's lse and delta begin, and those of its last BN queries.
+    stat, again: where the sample's lse and delta begin, and those of its last BN queries. Expected before: copies that
+    follow an `expect` or one another on a barrier are synchronized.
     """
     stage = i % STAGES
     start = block_start(i, Lq, BN)
     at = gl.where(start < i * BN, again, stat + start)
-    mbarrier.expect(full.index(stage), 2 * BN * D * 2 + 2 * BN * 4, pred=there)
-    tma_load(q_desc, [q0 + start, head * D], full.index(stage), q_smem.index(stage), pred=there)
-    tma_load(stats_desc, [head, at], full.index(stage), lse_smem.index(stage), pred=there)
-    tma_load(stats_desc, [H + head, at], full.index(stage), delta_smem.index(stage), pred=there)
-    tma_load(do_desc, [q0 + start, head * D], full.index(stage), do_smem.index(stage), pred=there)
+    tma_load(q_desc, [q0 + start, head * D], q_full.index(stage), q_smem.index(stage), pred=there)
+    tma_load(do_desc, [q0 + start, head * D], do_full.index(stage), do_smem.index(stage), pred=there)
+    tma_load(stats_desc, [head, at], q_full.index(stage), lse_smem.index(stage), pred=there)
+    tma_load(stats_desc, [H + head, at], do_full.index(stage), delta_smem.index(stage), pred=there)
 
 
 @gluon.jit
@@ -67,10 +70,42 @@ def store_queries(
     barrier()
 
 
+@gluon.jit
+def store_sums(
+    dk_desc, dv_desc, dk_ptr, dv_ptr, dk, dv, scale, dk_smem, dv_smem, row, count, H, head,
+    BM: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """The first `count` rows of both sums, dK still under way, through shared memory that nothing else uses, and on by
+    TMA if all rows are there.
+    """
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
+    r = gl.arange(0, BM, gl.SliceLayout(1, LINES))[:, None]
+    c = gl.arange(0, D, gl.SliceLayout(0, LINES))[None, :]
+    at = (row.to(gl.int64) * H + head) * D + r.to(gl.int64) * (H * D) + c
+    whole = count >= BM
+    dv_sum = warpgroup_mma_wait(1, deps=(dv,))
+    barrier()
+    dv_smem.store(dv_sum.to(dv_ptr.dtype.element_ty))
+    fence_async_shared()
+    barrier()
+    if whole:
+        tma_store(dv_desc, [row, head * D], dv_smem)
+    else:
+        gl.store(dv_ptr + at, dv_smem.load(LINES), mask=r < count)
+    dk_sum = warpgroup_mma_wait(0, deps=(dk,))
+    dk_smem.store((dk_sum * scale).to(dk_ptr.dtype.element_ty))
+    fence_async_shared()
+    barrier()
+    if whole:
+        tma_store(dk_desc, [row, head * D], dk_smem)
+    else:
+        gl.store(dk_ptr + at, dk_smem.load(LINES), mask=r < count)
+
+
 @gluon.jit(do_not_specialize=["skipped", "H", "QS8", "GS8", "TS", "LAST_AT"])
 def dkdv_hopper_kernel(
-    q_desc, do_desc, stats_desc, k_desc, v_desc, q_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, schedule_ptr,
-    skipped, H, QS8, GS8, TS, LAST_AT, scale, scale_log2,
+    q_desc, do_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc, q_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr,
+    schedule_ptr, skipped, H, QS8, GS8, TS, LAST_AT, scale, scale_log2,
     STAGES: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, SUB: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """A unit a program; arguments as `jagged_backward.dkdv_kernel`'s."""
@@ -81,9 +116,15 @@ def dkdv_hopper_kernel(
     HALF: gl.constexpr = BN // 2
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, HALF, 16])
     NARROW_COLUMN: gl.constexpr = gl.SliceLayout(0, NARROW)
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     rank = gl.program_id(0)
     first, q0, Lq, k0, Lk, sample = read_entry(schedule_ptr, skipped + rank // (H * SUB))
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(slot), count=1)
+        mbarrier.init(do_full.index(slot), count=1)
+    fence_async_shared()
+    barrier()
     first += rank % (H * SUB) // H * BM
     if first < Lk:
         head = rank % H
@@ -93,26 +134,23 @@ def dkdv_hopper_kernel(
         do_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BN, D], do_desc.layout)
         lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BN], stats_desc.layout)
         delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BN], stats_desc.layout)
-        own = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        mbarrier.init(own, count=1)
-        for i in gl.static_range(STAGES):
-            mbarrier.init(full.index(i), count=1)
-        fence_async_shared()
-        barrier()
         blocks = (Lq + BN - 1) // BN
         long = Lq >= BN
         whole = gl.where(long, (Lq + BN // 2 - 1) // BN, blocks)
         stat = stats_row(q0, sample)
         again = LAST_AT + sample * BN
-        mbarrier.expect(own, 2 * BM * D * 2)
-        tma_load(k_desc, [k0 + first, head * D], own, k_smem)
-        tma_load(v_desc, [k0 + first, head * D], own, v_smem)
-        for i in gl.static_range(STAGES - 1):
-            load_queries(
-                q_desc, do_desc, stats_desc, q_smem, do_smem, lse_smem, delta_smem, full, i, long & (i < blocks), head,
-                q0, Lq, stat, again, H, BN, D, STAGES,
-            )  # fmt: skip
+        short = (Lq > 0) & (Lq < BN)
+        mbarrier.expect(q_full.index(0), (BM + BN) * D * 2 + BN * 4, pred=long)
+        mbarrier.expect(q_full.index(0), BM * D * 2, pred=short)
+        mbarrier.expect(do_full.index(0), (BM + BN) * D * 2 + BN * 4, pred=long)
+        mbarrier.expect(do_full.index(0), BM * D * 2, pred=short)
+        barrier()
+        tma_load(k_desc, [k0 + first, head * D], q_full.index(0), k_smem, pred=Lq > 0)
+        tma_load(v_desc, [k0 + first, head * D], do_full.index(0), v_smem, pred=Lq > 0)
+        load_queries(
+            q_desc, do_desc, stats_desc, q_smem, do_smem, lse_smem, delta_smem, q_full, do_full, 0, long, head, q0, Lq,
+            stat, again, H, BN, D, STAGES,
+        )  # fmt: skip
         if not long:
             store_queries(
                 q_ptr, do_ptr, stats_ptr, q_smem.index(0), do_smem.index(0), lse_smem.index(0), delta_smem.index(0),
@@ -121,33 +159,39 @@ def dkdv_hopper_kernel(
         dk = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, SUMS))
         dv = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, SUMS))
         zero = gl.zeros([BM, BN], gl.float32, SCORES)
-        mbarrier.wait(own, 0)
         for i in range(whole):
             stage = i % STAGES
-            mbarrier.wait(full.index(stage), (i // STAGES) & 1, pred=long)
+            mbarrier.wait(q_full.index(stage), (i // STAGES) & 1)
             q = q_smem.index(stage)
             do = do_smem.index(stage)
             s = warpgroup_mma(k_smem, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-            dp = warpgroup_mma(v_smem, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-            lse2 = reinterpret(lse_smem.index(stage), gl.float32, [BN], FLAT).load(COLUMN)
-            x, dk_sum, dv_sum = warpgroup_mma_wait(1, deps=(s, dk, dv))
+            dk_sum, dv_sum = warpgroup_mma_wait(1, deps=(dk, dv))
+            there = (i + 1) * BN < Lq
+            mbarrier.expect(q_full.index((i + 1) % STAGES), BN * D * 2 + BN * 4, pred=there)
+            mbarrier.expect(do_full.index((i + 1) % STAGES), BN * D * 2 + BN * 4, pred=there)
             barrier()
             load_queries(
-                q_desc, do_desc, stats_desc, q_smem, do_smem, lse_smem, delta_smem, full, i + STAGES - 1,
-                long & ((i + STAGES - 1) * BN < Lq), head, q0, Lq, stat, again, H, BN, D, STAGES,
+                q_desc, do_desc, stats_desc, q_smem, do_smem, lse_smem, delta_smem, q_full, do_full, i + 1, there, head,
+                q0, Lq, stat, again, H, BN, D, STAGES,
             )  # fmt: skip
+            mbarrier.wait(do_full.index(stage), (i // STAGES) & 1)
+            dp = warpgroup_mma(v_smem, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+            lse2 = reinterpret(lse_smem.index(stage), gl.float32, [BN], FLAT).load(COLUMN)
+            x = warpgroup_mma_wait(1, deps=(s,))
             p = gl.exp2(x * scale_log2 - lse2[None, :])
             dv = warpgroup_mma(gl.convert_layout(p.to(q_desc.dtype), WEIGHTS), do, dv_sum, is_async=True)
             delta = reinterpret(delta_smem.index(stage), gl.float32, [BN], FLAT).load(COLUMN)
             grad = warpgroup_mma_wait(1, deps=(dp,))
             ds = p * (grad - delta[None, :])
             dk = warpgroup_mma(gl.convert_layout(ds.to(q_desc.dtype), WEIGHTS), q, dk_sum, is_async=True)
-        dk_sum, dv_sum = warpgroup_mma_wait(0, deps=(dk, dv))
         first, _, again_Lq, k0, Lk, _ = read_entry(schedule_ptr, skipped + anchored(rank) // (H * SUB))  # not kept
         whole = (again_Lq + BN // 2 - 1) // BN
+        first += rank % (H * SUB) // H * BM
         if (again_Lq >= BN) & ((again_Lq + BN - 1) // BN > whole):
+            dk_sum, dv_sum = warpgroup_mma_wait(0, deps=(dk, dv))
             stage = whole % STAGES
-            mbarrier.wait(full.index(stage), (whole // STAGES) & 1)
+            mbarrier.wait(q_full.index(stage), (whole // STAGES) & 1)
+            mbarrier.wait(do_full.index(stage), (whole // STAGES) & 1)
             q = q_smem.index(stage).slice(HALF, HALF)
             do = do_smem.index(stage).slice(HALF, HALF)
             none = gl.zeros([BM, HALF], gl.float32, NARROW)
@@ -161,8 +205,11 @@ def dkdv_hopper_kernel(
             grad = warpgroup_mma_wait(1, deps=(dp,))
             ds = p * (grad - delta[None, :])
             dk = warpgroup_mma(gl.convert_layout(ds.to(q_desc.dtype), WEIGHTS), q, dk_sum, is_async=True)
-            dk_sum, dv_sum = warpgroup_mma_wait(0, deps=(dk, dv))
-        first += rank % (H * SUB) // H * BM
-        barrier()
-        store_some_rows(dv_ptr, dv_sum, v_smem, k0 + first, Lk - first, H, head, BM, D, LINES)
-        store_some_rows(dk_ptr, dk_sum * scale, k_smem, k0 + first, Lk - first, H, head, BM, D, LINES)
+            store_sums(
+                dk_desc, dv_desc, dk_ptr, dv_ptr, dk, dv, scale, k_smem, v_smem, k0 + first, Lk - first, H, head, BM, D
+            )  # fmt: skip
+        else:
+            store_sums(
+                dk_desc, dv_desc, dk_ptr, dv_ptr, dk, dv, scale, k_smem, v_smem, k0 + first, Lk - first, H, head, BM, D
+            )  # fmt: skip
+        tma.store_wait(0)

@@ -84,10 +84,14 @@ def dq_config(problem: Problem) -> Config:
 def dkdv_config(problem: Problem) -> Config:
     """Of dK and dV.
 
-    The kernels for Hopper with blocks of 64 queries, at L 512, 1024 and 4096: 431, 555, 686; of 32: 407, 509, 563. Half
-    a last block where no more is new, in another run: 453, 599, 732; all of it: 436, 584, 725. A launch of no more
-    programs than there are tiles would save 0.5 %; programs that take tiles in turn, for that, are 15 % slower. The
-    portable ones: 353, 467, 580. What masks and heads that share keys keep track of leaves room for 32 queries a step.
+    The kernel for Hopper at L 512, 1024 and 4096, and at L 1024 with lengths up to 614: 476, 605, 736, 517. With S and
+    dP multiplied back to back, one barrier a block, and both sums stored after the last product: 448, 582, 712, 492.
+    Of the difference the order of products is three quarters, stores by TMA one. In other runs blocks of 32 queries,
+    not 64: 407, 509, 563 against 431, 555, 686; all of a last block, not the half that is new: 436, 584, 725 against
+    453, 599, 732; a launch of no more programs than there are tiles saves 0.5 %. Two warpgroups that take tiles in
+    turns, loaded for by warps of their own, have 240 registers, too few for a product in flight from a step to the
+    next: 468, 573, 665, 502. The portable ones: 353, 467, 580. What masks and heads that share keys keep track of
+    leaves room for 32 queries a step.
     """
     if problem.q.x.dtype == torch.float32:
         return FP32_CONFIG

@@ -107,8 +107,9 @@ def dkdv(problem: Problem, do: Operand, stats: Any, dk: Tensor, dv: Tensor, conf
     args = (
         _heads(q, config.block), _heads(do, config.block),
         _boxes(s, (s.shape[0], s.shape[1]), s.stride(0), 1, config.block), _heads(k, config.rows),
-        _heads(v, config.rows), q.x, do.x, s, dk, dv, problem.schedule, 1 + problem.entries[0], q.x.shape[1],
-        q.stride8, do.stride8, s.stride(0), stats.last_at, problem.scale, problem.scale * LOG2E.value,
+        *(_heads(x, config.rows) for x in (v, Operand(dk), Operand(dv))), q.x, do.x, s, dk, dv, problem.schedule,
+        1 + problem.entries[0], q.x.shape[1], q.stride8, do.stride8, s.stride(0), stats.last_at, problem.scale,
+        problem.scale * LOG2E.value,
     )  # fmt: skip
     tensors = q.x, do.x, s, dk, dv, problem.schedule
     _launch(_hopper_dkdv.dkdv_hopper_kernel, problem, config, True, tensors, args, (config.stages,))
