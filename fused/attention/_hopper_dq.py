@@ -3,12 +3,16 @@ keys.
 
     S = Q K^T    dP = dO V^T    delta = rowsum(dO * O)    dS = exp2(c S - lse) * (dP - delta)    dQ = scale * dS K
 
-A program takes a tile of BM queries for HEADS heads in turn, one warpgroup. Q, dO, O and the first block of K and V are
-all on their way before it waits for anything, delta is summed under the first S and dP, and those of the next head
-come as soon as their buffers are done with, under what is left of a head. S and dP of a block are multiplied back to
-back, the next block's copies begin as soon as the block before is done with, and dS K runs into the next step. Of a
-last block that has up to half a block of new keys, all in its second half, only that is computed. lse and delta are
-left for dK and dV as `jagged_backward.Stats` says.
+A program, one warpgroup, takes a tile of BM queries for HEADS heads in turn. Q and dO are left operands that it keeps
+in registers: a 64 x 64 product of two blocks in shared memory takes all of that memory's bandwidth, one of a block and
+of registers half. What they leave free is a ring of three stages, through which come, for each head, first dO with O,
+of which delta is summed, and then its blocks of K and V, always two steps ahead and across heads. S and dP of a block
+are multiplied back to back, the exponentials are taken under dP, and dS K runs into the next step. Of a last block that
+has up to half a block of new keys, all in its second half, only that is computed. lse and delta are left for dK and dV
+as `jagged_backward.Stats` says.
+
+The assembler moves arithmetic that a product was to hide behind the wait for that product, but not across a branch; so
+a wait for a barrier that completed long ago stands before some.
 """
 
 from __future__ import annotations
@@ -24,28 +28,58 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..gemm._gluon import barrier, tma_load
-from ._hopper_tiles import entry_of, some_rows, step_after, store_some_rows, without_hidden
+from ._hopper_tiles import entry_of, some_rows, store_some_rows, without_hidden
 from ._tiles import LOG2E, anchored, block_start, stats_row
 
-
-@gluon.jit
-def load_keys(keys, n, there, row, column, BN: gl.constexpr, D: gl.constexpr):
-    """Begin to copy the program's n-th block of K and V, if there. keys: descriptors, buffers, barriers."""
-    k_desc, v_desc, k_smem, v_smem, full = keys
-    stage = n & 1
-    mbarrier.expect(full.index(stage), 2 * BN * D * 2, pred=there)
-    tma_load(k_desc, [row, column], full.index(stage), k_smem.index(stage), pred=there)
-    tma_load(v_desc, [row, column], full.index(stage), v_smem.index(stage), pred=there)
+RING = gl.constexpr(3)
+"""Stages, of two blocks each."""
 
 
 @gluon.jit
-def begin_scores(q_smem, do_smem, keys, zero, n, long):
-    """Begin S and dP of the program's n-th block."""
-    _, _, k_smem, v_smem, full = keys
-    stage = n & 1
-    mbarrier.wait(full.index(stage), (n >> 1) & 1, pred=long)
-    s = warpgroup_mma(q_smem, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-    dp = warpgroup_mma(do_smem, v_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+def two_later(j, blocks, head):
+    """Which step of which head is two after a head's j-th; -1 brings dO and O, 0 to `blocks` - 1 blocks of keys."""
+    over = j + 2 >= blocks
+    return gl.where(over, j + 1 - blocks, j + 2), gl.where(over, head + 1, head)
+
+
+@gluon.jit
+def expect_two_later(ring, n, j, blocks, head, end_head, there, BN: gl.constexpr, D: gl.constexpr):
+    """That step's stage will be filled, if `there`; n: of step j, counted over the program's heads."""
+    _, _, a_full, b_full = ring
+    _, its_head = two_later(j, blocks, head)
+    stage = (n + 2) % RING
+    mbarrier.expect(a_full.index(stage), BN * D * 2, pred=there & (its_head < end_head))
+    mbarrier.expect(b_full.index(stage), BN * D * 2, pred=there & (its_head < end_head))
+
+
+@gluon.jit
+def load_two_later(
+    descs, ring, n, j, blocks, head, end_head, query, k0, Lk, BN: gl.constexpr, D: gl.constexpr
+):  # fmt: skip
+    """Begin to copy it. descs: of dO, O, K and V. query: row of the tile's first."""
+    do_desc, o_desc, k_desc, v_desc = descs
+    a_smem, b_smem, a_full, b_full = ring
+    its, its_head = two_later(j, blocks, head)
+    stage = (n + 2) % RING
+    if its_head < end_head:
+        if its < 0:
+            tma_load(do_desc, [query, its_head * D], a_full.index(stage), a_smem.index(stage))
+            tma_load(o_desc, [query, its_head * D], b_full.index(stage), b_smem.index(stage))
+        else:
+            row = k0 + block_start(its, Lk, BN)
+            tma_load(k_desc, [row, its_head * D], a_full.index(stage), a_smem.index(stage))
+            tma_load(v_desc, [row, its_head * D], b_full.index(stage), b_smem.index(stage))
+
+
+@gluon.jit
+def begin_scores(q, do, k, v, ring, n, zero, there):
+    """Begin S and dP with a block that is, or with its second half, in the stage of the n-th step."""
+    _, _, a_full, b_full = ring
+    stage = n % RING
+    mbarrier.wait(a_full.index(stage), (n // RING) & 1, pred=there)
+    mbarrier.wait(b_full.index(stage), (n // RING) & 1, pred=there)
+    s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp = warpgroup_mma(do, v.permute((1, 0)), zero, use_acc=False, is_async=True)
     return s, dp
 
 
@@ -61,12 +95,13 @@ def store_stats(
     at = stat + stats_row(q0, sample) + first + row
     gl.store(at, lse2, mask=row < Lq - first)
     gl.store(at + other, delta, mask=row < Lq - first)
-    last_row = first + row - (Lq - LAST)
-    at = stat + LAST_AT + sample * LAST + last_row
-    is_last = (last_row >= 0) & (last_row < LAST)
-    taken = first + row < (Lq - 1) // LAST * LAST
-    gl.store(at, gl.where(taken, float("inf"), lse2), mask=is_last)
-    gl.store(at + other, delta, mask=is_last)
+    if first + BM > Lq - LAST:
+        last_row = first + row - (Lq - LAST)
+        at = stat + LAST_AT + sample * LAST + last_row
+        is_last = (last_row >= 0) & (last_row < LAST)
+        taken = first + row < (Lq - 1) // LAST * LAST
+        gl.store(at, gl.where(taken, float("inf"), lse2), mask=is_last)
+        gl.store(at + other, delta, mask=is_last)
 
 
 @gluon.jit(do_not_specialize=["KS8", "VS8", "TS", "LAST_AT"])
@@ -79,121 +114,131 @@ def dq_hopper_kernel(
     """HEADS units a program; arguments as `jagged_backward.dq_kernel`'s. Without QUERIES, lse and delta alone."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
+    KEPT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     HALF: gl.constexpr = BN // 2
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, HALF, 16])
     NARROW_ROW: gl.constexpr = gl.SliceLayout(1, NARROW)
+    NARROW_KEPT: gl.constexpr = gl.DotOperandLayout(0, NARROW, 2)
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
-    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])  # a row a thread
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [BM, D], q_desc.layout)
+    a_smem = gl.allocate_shared_memory(q_desc.dtype, [RING, BN, D], k_desc.layout)
+    b_smem = gl.allocate_shared_memory(q_desc.dtype, [RING, BN, D], v_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    a_full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    b_full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    for slot in gl.static_range(RING):
+        mbarrier.init(a_full.index(slot), count=1)
+        mbarrier.init(b_full.index(slot), count=1)
+    fence_async_shared()
     rank = gl.program_id(0)
     first, q0, Lq, k0, Lk, sample = entry_of(schedule_ptr, 1, rank, H // HEADS, SUB, BM)
+    barrier()
     if first < Lq:
         begin_head = rank % (H // HEADS) * HEADS
         end_head = begin_head + HEADS
-        q_smem = gl.allocate_shared_memory(q_desc.dtype, [BM, D], q_desc.layout)
-        do_smem = gl.allocate_shared_memory(q_desc.dtype, [BM, D], do_desc.layout)
-        o_smem = gl.allocate_shared_memory(q_desc.dtype, [BM, D], o_desc.layout)
-        k_smem = gl.allocate_shared_memory(q_desc.dtype, [2, BN, D], k_desc.layout)
-        v_smem = gl.allocate_shared_memory(q_desc.dtype, [2, BN, D], v_desc.layout)
-        q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        do_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        o_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        mbarrier.init(q_full, count=1)
-        mbarrier.init(do_full, count=1)
-        mbarrier.init(o_full, count=1)
-        mbarrier.init(full.index(0), count=1)
-        mbarrier.init(full.index(1), count=1)
-        fence_async_shared()
-        barrier()
+        query = q0 + first
         blocks = gl.maximum((Lk + BN - 1) // BN, 1)
         long = (Lk >= BN) & QUERIES
-        keys = k_desc, v_desc, k_smem, v_smem, full
-        mbarrier.expect(do_full, BM * D * 2)
-        mbarrier.expect(o_full, BM * D * 2)
+        descs = do_desc, o_desc, k_desc, v_desc
+        ring = a_smem, b_smem, a_full, b_full
+        mbarrier.expect(a_full.index(0), BM * D * 2)
+        mbarrier.expect(b_full.index(0), BM * D * 2)
         mbarrier.expect(q_full, BM * D * 2, pred=QUERIES)
-        tma_load(q_desc, [q0 + first, begin_head * D], q_full, q_smem, pred=QUERIES)
-        tma_load(do_desc, [q0 + first, begin_head * D], do_full, do_smem)
-        tma_load(o_desc, [q0 + first, begin_head * D], o_full, o_smem)
-        load_keys(keys, 0, long, k0 + block_start(0, Lk, BN), begin_head * D, BN, D)
+        tma_load(do_desc, [query, begin_head * D], a_full.index(0), a_smem.index(0))
+        tma_load(o_desc, [query, begin_head * D], b_full.index(0), b_smem.index(0))
+        tma_load(q_desc, [query, begin_head * D], q_full, q_smem, pred=QUERIES)
+        mbarrier.expect(a_full.index(1), BN * D * 2, pred=long)
+        mbarrier.expect(b_full.index(1), BN * D * 2, pred=long)
+        tma_load(k_desc, [k0, begin_head * D], a_full.index(1), a_smem.index(1), pred=long)
+        tma_load(v_desc, [k0, begin_head * D], b_full.index(1), b_smem.index(1), pred=long)
+        own = gl.arange(0, BM, ROW)
+        at = lse_ptr + query.to(gl.int64) * H + begin_head + own * H
+        lse = gl.load(at, mask=own < Lq - first, other=float("inf"))
         zero = gl.zeros([BM, BN], gl.float32, SCORES)
         none = gl.zeros([BM, HALF], gl.float32, NARROW)
         n = 0
         for turn in range(HEADS):
             head = begin_head + turn
+            more = head + 1 < end_head
             tile = anchored(first)
-            line = gl.arange(0, BM, EACH)
-            at = lse_ptr + (q0 + tile).to(gl.int64) * H + head + line * H
-            lse2 = gl.load(at, mask=line < Lq - tile, other=float("inf")) * LOG2E
+            lse2 = lse * LOG2E
+            line = gl.arange(0, BM, ROW)
+            at = lse_ptr + (q0 + tile).to(gl.int64) * H + head + 1 + line * H
+            lse = gl.load(at, mask=(line < Lq - tile) & more, other=float("inf"))  # of the next head
+            stage = n % RING
+            mbarrier.wait(a_full.index(stage), (n // RING) & 1)
+            do = a_smem.index(stage).load(KEPT)
+            mbarrier.wait(b_full.index(stage), (n // RING) & 1)
+            delta = gl.sum(b_smem.index(stage).load(KEPT).to(gl.float32) * do.to(gl.float32), 1)
+            delta = gl.convert_layout(delta, ROW)
             mbarrier.wait(q_full, turn & 1, pred=QUERIES)
-            mbarrier.wait(do_full, turn & 1)
+            q = q_smem.load(KEPT)
+            mbarrier.expect(q_full, BM * D * 2, pred=more & QUERIES)
+            if long:
+                expect_two_later(ring, n, -1, blocks, head, end_head, True, BN, D)
+                barrier()
+                load_two_later(descs, ring, n, -1, blocks, head, end_head, query, k0, Lk, BN, D)
+            else:  # no blocks come: what is next is the next head's dO and O
+                expect_two_later(ring, n - 1, -2, 0, head, end_head, True, BN, D)
+                barrier()
+                load_two_later(descs, ring, n - 1, -2, 0, head, end_head, query, k0, Lk, BN, D)
+            tma_load(q_desc, [query, (head + 1) * D], q_full, q_smem, pred=more & QUERIES)
+            store_stats(stats_ptr, lse2, delta, tile, q0, Lq, sample, head, H, TS, LAST_AT, LAST, BM, ROW)
+            n += 1
             if QUERIES:
+                stage = gl.where(long, n % RING, (n + 1) % RING)
+                k = a_smem.index(stage)
+                v = b_smem.index(stage)
                 if not long:
-                    barrier()
-                    k_smem.index(n & 1).store(some_rows(k_ptr, anchored(k0), Lk, anchored(KS8), head * D, BN, D, LINES))
-                    v_smem.index(n & 1).store(some_rows(v_ptr, anchored(k0), Lk, anchored(VS8), head * D, BN, D, LINES))
+                    k.store(some_rows(k_ptr, anchored(k0), Lk, anchored(KS8), head * D, BN, D, LINES))
+                    v.store(some_rows(v_ptr, anchored(k0), Lk, anchored(VS8), head * D, BN, D, LINES))
                     fence_async_shared()
                     barrier()
-                s, dp = begin_scores(q_smem, do_smem, keys, zero, n, long)
-            mbarrier.wait(o_full, turn & 1)
-            delta = gl.sum(o_smem.load(LINES).to(gl.float32) * do_smem.load(LINES).to(gl.float32), 1)
-            delta = gl.convert_layout(delta, EACH)
-            store_stats(stats_ptr, lse2, delta, tile, q0, Lq, sample, head, H, TS, LAST_AT, LAST, BM, EACH)
-            more = head + 1 < end_head
-            barrier()
-            mbarrier.expect(o_full, BM * D * 2, pred=more)
-            tma_load(o_desc, [q0 + tile, (head + 1) * D], o_full, o_smem, pred=more)
-            if QUERIES:
-                lse2 = gl.convert_layout(lse2, ROW)
-                delta = gl.convert_layout(delta, ROW)
-                k = k_smem.index(n & 1)
+                s, dp = begin_scores(q, do, k, v, ring, n, zero, long)
+                expect_two_later(ring, n, 0, blocks, head, end_head, long, BN, D)
                 x = warpgroup_mma_wait(1, deps=(s,))
                 barrier()
-                block, ahead_head = step_after(0, blocks, head)
-                there = ahead_head < end_head
-                load_keys(keys, n + 1, long & there, k0 + block_start(block, Lk, BN), ahead_head * D, BN, D)
-                mbarrier.expect(q_full, BM * D * 2, pred=(blocks == 1) & more)
-                tma_load(q_desc, [q0 + first, ahead_head * D], q_full, q_smem, pred=(blocks == 1) & more)
+                if long:
+                    load_two_later(descs, ring, n, 0, blocks, head, end_head, query, k0, Lk, BN, D)
                 x = without_hidden(x, 0, 0, 0, Lk, 0, False, Lk < BN, False, BM, BN, SCORES)
                 p = gl.exp2(x * scale_log2 - lse2[:, None])
+                mbarrier.wait(a_full.index(stage), (n // RING) & 1, pred=long)  # p under dP
                 grad = warpgroup_mma_wait(0, deps=(dp,))
                 ds = p * (grad - delta[:, None])
                 dq = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, SUMS))
                 dq = warpgroup_mma(gl.convert_layout(ds.to(q_desc.dtype), WEIGHTS), k, dq, is_async=True)
                 for i in range(1, gl.maximum((anchored(Lk) + BN // 2 - 1) // BN, 1)):
                     n += 1
-                    k = k_smem.index(n & 1)
-                    s, dp = begin_scores(q_smem, do_smem, keys, zero, n, True)
+                    stage = n % RING
+                    k = a_smem.index(stage)
+                    s, dp = begin_scores(q, do, k, b_smem.index(stage), ring, n, zero, True)
+                    expect_two_later(ring, n, i, blocks, head, end_head, True, BN, D)
                     x, so_far = warpgroup_mma_wait(1, deps=(s, dq))
                     barrier()
-                    block, ahead_head = step_after(i, blocks, head)
-                    there = ahead_head < end_head
-                    load_keys(keys, n + 1, there, k0 + block_start(block, Lk, BN), ahead_head * D, BN, D)
-                    mbarrier.expect(q_full, BM * D * 2, pred=there & (ahead_head > head))
-                    tma_load(
-                        q_desc, [q0 + first, ahead_head * D], q_full, q_smem, pred=there & (ahead_head > head)
-                    )  # fmt: skip
+                    load_two_later(descs, ring, n, i, blocks, head, end_head, query, k0, Lk, BN, D)
                     start = block_start(i, Lk, BN)
                     x = without_hidden(x, 0, start, i * BN, Lk, 0, start < i * BN, False, False, BM, BN, SCORES)
                     p = gl.exp2(x * scale_log2 - lse2[:, None])
+                    mbarrier.wait(a_full.index(stage), (n // RING) & 1)  # p under dP
                     grad = warpgroup_mma_wait(0, deps=(dp,))
                     ds = p * (grad - delta[:, None])
                     dq = warpgroup_mma(gl.convert_layout(ds.to(q_desc.dtype), WEIGHTS), k, so_far, is_async=True)
                 whole = gl.maximum((anchored(Lk) + BN // 2 - 1) // BN, 1)  # not kept
                 if blocks > whole:
-                    some_k = k_smem.index((n + 1) & 1).slice(HALF, HALF)
-                    some_v = v_smem.index((n + 1) & 1).slice(HALF, HALF)
                     last_sum = warpgroup_mma_wait(0, deps=(dq,))
                     n += 1
-                    mbarrier.wait(full.index(n & 1), (n >> 1) & 1)
-                    last_s = warpgroup_mma(q_smem, some_k.permute((1, 0)), none, use_acc=False, is_async=True)
-                    last_dp = warpgroup_mma(do_smem, some_v.permute((1, 0)), none, use_acc=False, is_async=True)
+                    some_k = a_smem.index(n % RING).slice(HALF, HALF)
+                    some_v = b_smem.index(n % RING).slice(HALF, HALF)
+                    some_q = gl.convert_layout(q, NARROW_KEPT)
+                    some_do = gl.convert_layout(do, NARROW_KEPT)
+                    last_s, last_dp = begin_scores(some_q, some_do, some_k, some_v, ring, n, none, True)
+                    expect_two_later(ring, n, whole, blocks, head, end_head, True, BN, D)
                     last_x = warpgroup_mma_wait(1, deps=(last_s,))
                     barrier()
-                    load_keys(keys, n + 1, more, k0, (head + 1) * D, BN, D)
-                    mbarrier.expect(q_full, BM * D * 2, pred=more)
-                    tma_load(q_desc, [q0 + first, (head + 1) * D], q_full, q_smem, pred=more)
+                    load_two_later(descs, ring, n, whole, blocks, head, end_head, query, k0, Lk, BN, D)
                     last_x = without_hidden(
                         last_x, 0, Lk - HALF, whole * BN, Lk, 0, True, False, False, BM, HALF, NARROW
                     )  # fmt: skip
@@ -202,15 +247,12 @@ def dq_hopper_kernel(
                     last_ds = last_p * (last_grad - gl.convert_layout(delta, NARROW_ROW)[:, None])
                     last_ds = gl.convert_layout(last_ds.to(q_desc.dtype), WEIGHTS)
                     dq = warpgroup_mma(last_ds, some_k, last_sum, is_async=True)
-            barrier()
-            mbarrier.expect(do_full, BM * D * 2, pred=more)
-            tma_load(do_desc, [q0 + first, (head + 1) * D], do_full, do_smem, pred=more)
-            if QUERIES:
                 total = warpgroup_mma_wait(0, deps=(dq,))
                 tile, tile_q0, tile_Lq, _, _, _ = entry_of(schedule_ptr, 1, anchored(rank), H // HEADS, SUB, BM)
                 barrier()
                 store_some_rows(
-                    dq_ptr, total * scale, v_smem.index(n & 1), tile_q0 + tile, tile_Lq - tile, H, head, BM, D, LINES
-                )
+                    dq_ptr, total * scale, b_smem.index(gl.where(long, n, n + 1) % RING), tile_q0 + tile,
+                    tile_Lq - tile, H, head, BM, D, LINES,
+                )  # fmt: skip
                 fence_async_shared()
-                n += 1
+                n += gl.where(long, 1, 0)

@@ -64,9 +64,13 @@ def forward_config(problem: Problem) -> Config:
 def dq_config(problem: Problem) -> Config:
     """Of dQ.
 
-    The kernel for Hopper at L 512, 1024 and 4096, four heads a program: 392, 516, 665; one: 378, 517, 692. Half a last
-    block where no more is new, in another run: 407, 554, 718; all of it: 396, 540, 713. The portable one: 304, 416,
-    543, and in blocks of 32 keys 314, 425, 525.
+    The kernel for Hopper at L 512, 1024 and 4096, and at L 1024 with lengths up to 614, four heads a program but at
+    L 4096: 462, 600, 750, 503. With Q and dO in shared memory and a block of keys ahead, not two, in another run: 404,
+    546, 704, 445, against 447, 590, 737, 490; three such programs a multiprocessor, in which K and V change places:
+    387, 535, 691, 427. Both tiles of an entry by one program lose 4 %, delta summed under the first S and dP 3 %. Older
+    runs, of Q and dO in shared memory: four heads a program 392, 516, 665, one 378, 517, 692; half a last block where
+    no more is new 407, 554, 718, all of it 396, 540, 713. The portable one: 304, 416, 543, and in blocks of 32 keys
+    314, 425, 525.
     """
     if problem.q.x.dtype == torch.float32:
         return FP32_CONFIG
@@ -84,14 +88,17 @@ def dq_config(problem: Problem) -> Config:
 def dkdv_config(problem: Problem) -> Config:
     """Of dK and dV.
 
-    The kernel for Hopper at L 512, 1024 and 4096, and at L 1024 with lengths up to 614: 476, 605, 736, 517. With S and
-    dP multiplied back to back, one barrier a block, and both sums stored after the last product: 448, 582, 712, 492.
-    Of the difference the order of products is three quarters, stores by TMA one. In other runs blocks of 32 queries,
-    not 64: 407, 509, 563 against 431, 555, 686; all of a last block, not the half that is new: 436, 584, 725 against
-    453, 599, 732; a launch of no more programs than there are tiles saves 0.5 %. Two warpgroups that take tiles in
-    turns, loaded for by warps of their own, have 240 registers, too few for a product in flight from a step to the
-    next: 468, 573, 665, 502. The portable ones: 353, 467, 580. What masks and heads that share keys keep track of
-    leaves room for 32 queries a step.
+    The kernel for Hopper at L 512, 1024 and 4096, and at L 1024 with lengths up to 614: 485, 614, 742, 527. With lse and
+    delta by TMA: 476, 604, 728, 518, and so with the K and V of a later program brought into the L2 cache: 462, 594,
+    721, 509. Four heads in turn, each one's first loads under the end of the one before: 480, 605, 711, 518.
+
+    In other runs, with lse and delta by TMA, 476, 605, 736, 517; with S and dP back to back besides, one barrier a
+    block, and both sums stored after the last product: 448, 582, 712, 492, of which the order of products is three
+    quarters, stores by TMA one. Two warpgroups that take tiles in turns, loaded for by warps of their own, have 240
+    registers, too few for a product in flight from a step to the next: 468, 573, 665, 502. Blocks of 32 queries, not
+    64: 407, 509, 563 against 431, 555, 686; all of a last block, not the half that is new: 436, 584, 725 against 453,
+    599, 732; a launch of no more programs than there are tiles saves 0.5 %. The portable ones: 353, 467, 580. What
+    masks and heads that share keys keep track of leaves room for 32 queries a step.
     """
     if problem.q.x.dtype == torch.float32:
         return FP32_CONFIG
