@@ -117,3 +117,6 @@ def test_the_inner_loops_are_asynchronous_wgmma_with_scores_from_registers(hoppe
         from_registers = [line for line in products if re.match(r"HGMMA\.64x128x16\S* R\d+, R\d+", line)]
         assert len(from_registers) >= 4, name
         assert len(waits) <= len(products) / 4, f"{name}: {len(waits)} waits for {len(products)} products"
+        if name == "dkdv_hopper_kernel":
+            steps = code[code.index(products[0]) : len(code) - code[::-1].index(products[-1])]
+            assert not [line for line in steps if line.startswith("FENCE")], "a fence a step"

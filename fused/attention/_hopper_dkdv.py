@@ -6,9 +6,10 @@ shared keys.
 One warpgroup keeps BM keys and walks over the sample's queries. Of a step, S is multiplied right behind dS^T Q of the
 step before. As soon as that is done with its block the next one's copies begin, and then dP, which runs under the
 exponentials as P^T dO does under dS: sooner than behind S, and with 8 registers less than S and dP beside both sums in
-flight. What S takes, K, Q and lse, has a barrier apart from V, dO and delta. Of a last block that has up to half a
-block of new queries, all in its second half, only that is computed. dV goes to shared memory under the last product,
-and both sums of a whole tile leave by TMA.
+flight. What S takes, K and Q, has a barrier apart from V and dO. lse and delta come by a load a thread, two steps
+ahead: what threads read and TMA writes would take a fence a step, and copies that share a barrier are synchronized. Of
+a last block that has up to half a block of new queries, all in its second half, only that is computed. dV goes to
+shared memory under the last product, and both sums of a whole tile leave by TMA.
 """
 
 from __future__ import annotations
@@ -24,89 +25,99 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .._staged import reinterpret
 from ..gemm._gluon import barrier, tma_load, tma_store
-from ._hopper_tiles import some_rows
-from ._tiles import anchored, block_start, read_entry, stats_row
+from ._hopper_tiles import entry_of, some_rows
+from ._tiles import anchored, block_start, stats_row
 
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
-def load_queries(
-    q_desc, do_desc, stats_desc, q_smem, do_smem, lse_smem, delta_smem, q_full, do_full, i, there, head, q0, Lq, stat,
-    again, H, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Begin to copy the i-th block of queries, with their dO, lse and delta, if there.
+def expect(q_full, do_full, stage, there, ROWS: gl.constexpr, D: gl.constexpr):
+    """So many rows for S, and as many for dP: before a barrier of the threads that their copies come after."""
+    mbarrier.expect(q_full.index(stage), ROWS * D * 2, pred=there)
+    mbarrier.expect(do_full.index(stage), ROWS * D * 2, pred=there)
 
-    stat, again: where the sample's lse and delta begin, and those of its last BN queries. Expected before: copies that
-    follow an `expect` or one another on a barrier are synchronized.
-    """
+
+@gluon.jit
+def load_queries(
+    q_desc, do_desc, q_smem, do_smem, q_full, do_full, i, there, head, q0, Lq,
+    BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Begin to copy the i-th block of queries and of their dO, if there."""
     stage = i % STAGES
-    start = block_start(i, Lq, BN)
+    row = q0 + block_start(i, Lq, BN)
+    tma_load(q_desc, [row, head * D], q_full.index(stage), q_smem.index(stage), pred=there)
+    tma_load(do_desc, [row, head * D], do_full.index(stage), do_smem.index(stage), pred=there)
+
+
+@gluon.jit
+def line_pointers(stats_ptr, H: gl.constexpr, TS, BN: gl.constexpr):
+    """Where a thread finds its one of a block's BN numbers of lse and, after them, BN of delta, of head and row 0."""
+    j = gl.arange(0, 2 * BN, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    return stats_ptr + (j // BN * H).to(gl.int64) * TS + j % BN
+
+
+@gluon.jit
+def lines_of(pointers, i, Lq, head, stat, again, TS, BN: gl.constexpr):
+    """A thread's number of the i-th block of queries, of the last one where there are fewer.
+
+    stat, again: where the sample's lse and delta begin, and those of its last BN queries.
+    """
+    start = gl.maximum(block_start(i, Lq, BN), 0)
     at = gl.where(start < i * BN, again, stat + start)
-    tma_load(q_desc, [q0 + start, head * D], q_full.index(stage), q_smem.index(stage), pred=there)
-    tma_load(do_desc, [q0 + start, head * D], do_full.index(stage), do_smem.index(stage), pred=there)
-    tma_load(stats_desc, [head, at], q_full.index(stage), lse_smem.index(stage), pred=there)
-    tma_load(stats_desc, [H + head, at], do_full.index(stage), delta_smem.index(stage), pred=there)
+    return gl.load(pointers + (head.to(gl.int64) * TS + at))
 
 
 @gluon.jit
 def store_queries(
-    q_ptr, do_ptr, stats_ptr, q_smem, do_smem, lse_smem, delta_smem, head, q0, Lq, sample, H, QS8, GS8, TS,
+    q_ptr, do_ptr, pointers, q_smem, do_smem, lines, head, q0, Lq, stat, QS8, GS8, TS,
     BN: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """All queries of a sample that is shorter than a block, zero below, into a stage."""
+    """All queries of a sample that is shorter than a block, zero below, into a stage, and their lse and delta."""
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
-    i = gl.arange(0, BN, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    stat = stats_ptr + head.to(gl.int64) * TS + stats_row(q0, sample) + i
-    lse2 = gl.load(stat, mask=i < Lq, other=float("inf"))
-    delta = gl.load(stat + gl.cast(H, gl.int64) * TS, mask=i < Lq, other=0.0)
+    j = gl.arange(0, 2 * BN, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    there = j % BN < Lq
+    x = gl.load(pointers + (head.to(gl.int64) * TS + stat), mask=there, other=0.0)
+    lines.store(gl.where(there | (j >= BN), x, float("inf")))
     q_smem.store(some_rows(q_ptr, q0, Lq, QS8, head * D, BN, D, LINES))
     do_smem.store(some_rows(do_ptr, q0, Lq, GS8, head * D, BN, D, LINES))
-    reinterpret(lse_smem, gl.float32, [BN], FLAT).store(lse2)
-    reinterpret(delta_smem, gl.float32, [BN], FLAT).store(delta)
     fence_async_shared()
     barrier()
 
 
 @gluon.jit
 def store_sums(
-    dk_desc, dv_desc, dk_ptr, dv_ptr, dk, dv, scale, dk_smem, dv_smem, row, count, H, head,
-    BM: gl.constexpr, D: gl.constexpr,
+    dk_desc, dv_desc, dk_ptr, dv_ptr, dk, dv, scale, dk_smem, dv_smem, row, count, head,
+    H: gl.constexpr, BM: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """The first `count` rows of both sums, dK still under way, through shared memory that nothing else uses, and on by
     TMA if all rows are there.
     """
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
-    r = gl.arange(0, BM, gl.SliceLayout(1, LINES))[:, None]
-    c = gl.arange(0, D, gl.SliceLayout(0, LINES))[None, :]
-    at = (row.to(gl.int64) * H + head) * D + r.to(gl.int64) * (H * D) + c
-    whole = count >= BM
     dv_sum = warpgroup_mma_wait(1, deps=(dv,))
     barrier()
     dv_smem.store(dv_sum.to(dv_ptr.dtype.element_ty))
-    fence_async_shared()
-    barrier()
-    if whole:
-        tma_store(dv_desc, [row, head * D], dv_smem)
-    else:
-        gl.store(dv_ptr + at, dv_smem.load(LINES), mask=r < count)
     dk_sum = warpgroup_mma_wait(0, deps=(dk,))
     dk_smem.store((dk_sum * scale).to(dk_ptr.dtype.element_ty))
     fence_async_shared()
     barrier()
-    if whole:
+    if count >= BM:
+        tma_store(dv_desc, [row, head * D], dv_smem)
         tma_store(dk_desc, [row, head * D], dk_smem)
     else:
+        r = gl.arange(0, BM, gl.SliceLayout(1, LINES))[:, None]
+        c = gl.arange(0, D, gl.SliceLayout(0, LINES))[None, :]
+        at = (row.to(gl.int64) * H + head) * D + r.to(gl.int64) * (H * D) + c
+        gl.store(dv_ptr + at, dv_smem.load(LINES), mask=r < count)
         gl.store(dk_ptr + at, dk_smem.load(LINES), mask=r < count)
 
 
-@gluon.jit(do_not_specialize=["skipped", "H", "QS8", "GS8", "TS", "LAST_AT"])
+@gluon.jit(do_not_specialize=["skipped", "QS8", "GS8", "TS", "LAST_AT"])
 def dkdv_hopper_kernel(
-    q_desc, do_desc, stats_desc, k_desc, v_desc, dk_desc, dv_desc, q_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr,
-    schedule_ptr, skipped, H, QS8, GS8, TS, LAST_AT, scale, scale_log2,
-    STAGES: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, SUB: gl.constexpr, D: gl.constexpr,
+    q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, q_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, schedule_ptr,
+    skipped, QS8, GS8, TS, LAST_AT, scale, scale_log2,
+    STAGES: gl.constexpr, H: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, SUB: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """A unit a program; arguments as `jagged_backward.dkdv_kernel`'s."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 16])
@@ -116,45 +127,40 @@ def dkdv_hopper_kernel(
     HALF: gl.constexpr = BN // 2
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, HALF, 16])
     NARROW_COLUMN: gl.constexpr = gl.SliceLayout(0, NARROW)
-    rank = gl.program_id(0)
-    first, q0, Lq, k0, Lk, sample = read_entry(schedule_ptr, skipped + rank // (H * SUB))
+    k_smem = gl.allocate_shared_memory(q_desc.dtype, [BM, D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(q_desc.dtype, [BM, D], v_desc.layout)
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BN, D], q_desc.layout)
+    do_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BN, D], do_desc.layout)
+    lines = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BN], FLAT)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(q_full.index(slot), count=1)
         mbarrier.init(do_full.index(slot), count=1)
     fence_async_shared()
+    rank = gl.program_id(0)
+    first, q0, Lq, k0, Lk, sample = entry_of(schedule_ptr, skipped, rank, H, SUB, BM)
     barrier()
-    first += rank % (H * SUB) // H * BM
     if first < Lk:
         head = rank % H
-        k_smem = gl.allocate_shared_memory(q_desc.dtype, [BM, D], k_desc.layout)
-        v_smem = gl.allocate_shared_memory(q_desc.dtype, [BM, D], v_desc.layout)
-        q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BN, D], q_desc.layout)
-        do_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BN, D], do_desc.layout)
-        lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BN], stats_desc.layout)
-        delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BN], stats_desc.layout)
-        blocks = (Lq + BN - 1) // BN
         long = Lq >= BN
-        whole = gl.where(long, (Lq + BN // 2 - 1) // BN, blocks)
+        some = Lq > 0
+        whole = gl.where(long, (Lq + BN // 2 - 1) // BN, gl.minimum(Lq, 1))
         stat = stats_row(q0, sample)
         again = LAST_AT + sample * BN
-        short = (Lq > 0) & (Lq < BN)
-        mbarrier.expect(q_full.index(0), (BM + BN) * D * 2 + BN * 4, pred=long)
-        mbarrier.expect(q_full.index(0), BM * D * 2, pred=short)
-        mbarrier.expect(do_full.index(0), (BM + BN) * D * 2 + BN * 4, pred=long)
-        mbarrier.expect(do_full.index(0), BM * D * 2, pred=short)
+        expect(q_full, do_full, 0, long, BM + BN, D)
+        expect(q_full, do_full, 0, some & (Lq < BN), BM, D)
         barrier()
-        tma_load(k_desc, [k0 + first, head * D], q_full.index(0), k_smem, pred=Lq > 0)
-        tma_load(v_desc, [k0 + first, head * D], do_full.index(0), v_smem, pred=Lq > 0)
-        load_queries(
-            q_desc, do_desc, stats_desc, q_smem, do_smem, lse_smem, delta_smem, q_full, do_full, 0, long, head, q0, Lq,
-            stat, again, H, BN, D, STAGES,
-        )  # fmt: skip
+        tma_load(k_desc, [k0 + first, head * D], q_full.index(0), k_smem, pred=some)
+        tma_load(v_desc, [k0 + first, head * D], do_full.index(0), v_smem, pred=some)
+        load_queries(q_desc, do_desc, q_smem, do_smem, q_full, do_full, 0, long, head, q0, Lq, BN, D, STAGES)
+        pointers = line_pointers(stats_ptr, H, TS, BN)
+        lines.index(0).store(lines_of(pointers, 0, Lq, head, stat, again, TS, BN))
+        ahead = lines_of(pointers, 1, Lq, head, stat, again, TS, BN)
         if not long:
             store_queries(
-                q_ptr, do_ptr, stats_ptr, q_smem.index(0), do_smem.index(0), lse_smem.index(0), delta_smem.index(0),
-                head, q0, Lq, sample, H, QS8, GS8, TS, BN, D,
+                q_ptr, do_ptr, pointers, q_smem.index(0), do_smem.index(0), lines.index(0), head, q0, Lq, stat, QS8,
+                GS8, TS, BN, D,
             )  # fmt: skip
         dk = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, SUMS))
         dv = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, SUMS))
@@ -167,26 +173,23 @@ def dkdv_hopper_kernel(
             s = warpgroup_mma(k_smem, q.permute((1, 0)), zero, use_acc=False, is_async=True)
             dk_sum, dv_sum = warpgroup_mma_wait(1, deps=(dk, dv))
             there = (i + 1) * BN < Lq
-            mbarrier.expect(q_full.index((i + 1) % STAGES), BN * D * 2 + BN * 4, pred=there)
-            mbarrier.expect(do_full.index((i + 1) % STAGES), BN * D * 2 + BN * 4, pred=there)
+            expect(q_full, do_full, (i + 1) % STAGES, there, BN, D)
+            lines.index((i + 1) % STAGES).store(ahead)
             barrier()
-            load_queries(
-                q_desc, do_desc, stats_desc, q_smem, do_smem, lse_smem, delta_smem, q_full, do_full, i + 1, there, head,
-                q0, Lq, stat, again, H, BN, D, STAGES,
-            )  # fmt: skip
+            load_queries(q_desc, do_desc, q_smem, do_smem, q_full, do_full, i + 1, there, head, q0, Lq, BN, D, STAGES)
+            ahead = lines_of(pointers, i + 2, Lq, head, stat, again, TS, BN)
             mbarrier.wait(do_full.index(stage), (i // STAGES) & 1)
             dp = warpgroup_mma(v_smem, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-            lse2 = reinterpret(lse_smem.index(stage), gl.float32, [BN], FLAT).load(COLUMN)
+            lse2 = lines.index(stage).slice(0, BN).load(COLUMN)  # after the wait it is 3 % slower
             x = warpgroup_mma_wait(1, deps=(s,))
             p = gl.exp2(x * scale_log2 - lse2[None, :])
             dv = warpgroup_mma(gl.convert_layout(p.to(q_desc.dtype), WEIGHTS), do, dv_sum, is_async=True)
-            delta = reinterpret(delta_smem.index(stage), gl.float32, [BN], FLAT).load(COLUMN)
+            delta = lines.index(stage).slice(BN, BN).load(COLUMN)
             grad = warpgroup_mma_wait(1, deps=(dp,))
             ds = p * (grad - delta[None, :])
             dk = warpgroup_mma(gl.convert_layout(ds.to(q_desc.dtype), WEIGHTS), q, dk_sum, is_async=True)
-        first, _, again_Lq, k0, Lk, _ = read_entry(schedule_ptr, skipped + anchored(rank) // (H * SUB))  # not kept
+        first, _, again_Lq, k0, Lk, _ = entry_of(schedule_ptr, skipped, anchored(rank), H, SUB, BM)  # not kept
         whole = (again_Lq + BN // 2 - 1) // BN
-        first += rank % (H * SUB) // H * BM
         if (again_Lq >= BN) & ((again_Lq + BN - 1) // BN > whole):
             dk_sum, dv_sum = warpgroup_mma_wait(0, deps=(dk, dv))
             stage = whole % STAGES
@@ -197,8 +200,8 @@ def dkdv_hopper_kernel(
             none = gl.zeros([BM, HALF], gl.float32, NARROW)
             s = warpgroup_mma(k_smem, q.permute((1, 0)), none, use_acc=False, is_async=True)
             dp = warpgroup_mma(v_smem, do.permute((1, 0)), none, use_acc=False, is_async=True)
-            lse2 = reinterpret(lse_smem.index(stage), gl.float32, [BN], FLAT).slice(HALF, HALF).load(NARROW_COLUMN)
-            delta = reinterpret(delta_smem.index(stage), gl.float32, [BN], FLAT).slice(HALF, HALF).load(NARROW_COLUMN)
+            lse2 = lines.index(stage).slice(HALF, HALF).load(NARROW_COLUMN)
+            delta = lines.index(stage).slice(BN + HALF, HALF).load(NARROW_COLUMN)
             x = warpgroup_mma_wait(1, deps=(s,))
             p = gl.exp2(x * scale_log2 - lse2[None, :])
             dv = warpgroup_mma(gl.convert_layout(p.to(q_desc.dtype), WEIGHTS), do, dv_sum, is_async=True)
@@ -206,10 +209,10 @@ def dkdv_hopper_kernel(
             ds = p * (grad - delta[None, :])
             dk = warpgroup_mma(gl.convert_layout(ds.to(q_desc.dtype), WEIGHTS), q, dk_sum, is_async=True)
             store_sums(
-                dk_desc, dv_desc, dk_ptr, dv_ptr, dk, dv, scale, k_smem, v_smem, k0 + first, Lk - first, H, head, BM, D
+                dk_desc, dv_desc, dk_ptr, dv_ptr, dk, dv, scale, k_smem, v_smem, k0 + first, Lk - first, head, H, BM, D
             )  # fmt: skip
         else:
             store_sums(
-                dk_desc, dv_desc, dk_ptr, dv_ptr, dk, dv, scale, k_smem, v_smem, k0 + first, Lk - first, H, head, BM, D
+                dk_desc, dv_desc, dk_ptr, dv_ptr, dk, dv, scale, k_smem, v_smem, k0 + first, Lk - first, head, H, BM, D
             )  # fmt: skip
         tma.store_wait(0)

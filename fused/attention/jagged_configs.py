@@ -88,9 +88,9 @@ def dq_config(problem: Problem) -> Config:
 def dkdv_config(problem: Problem) -> Config:
     """Of dK and dV.
 
-    The kernel for Hopper at L 512, 1024 and 4096, and at L 1024 with lengths up to 614: 485, 614, 742, 527. With lse and
-    delta by TMA: 476, 604, 728, 518, and so with the K and V of a later program brought into the L2 cache: 462, 594,
-    721, 509. Four heads in turn, each one's first loads under the end of the one before: 480, 605, 711, 518.
+    The kernel for Hopper at L 512, 1024 and 4096, and at L 1024 with lengths up to 614: 485, 614, 742, 527. With lse
+    and delta by TMA: 476, 604, 728, 518, and so with the K and V of a later program brought into the L2 cache: 462,
+    594, 721, 509. Four heads in turn, each one's first loads under the end of the one before: 480, 605, 711, 518.
 
     In other runs, with lse and delta by TMA, 476, 605, 736, 517; with S and dP back to back besides, one barrier a
     block, and both sums stored after the last product: 448, 582, 712, 492, of which the order of products is three

@@ -103,13 +103,12 @@ def dq(problem: Problem, do: Operand, o: Operand, lse: Tensor, stats: Any, dq: T
 
 def dkdv(problem: Problem, do: Operand, stats: Any, dk: Tensor, dv: Tensor, config: Config) -> None:
     """Of tiles of keys, dK and dV, of one head a program."""
-    q, k, v, s = problem.q, problem.k, problem.v, stats.x
+    q, k, v, s, heads = problem.q, problem.k, problem.v, stats.x, problem.q.x.shape[1]
     args = (
-        _heads(q, config.block), _heads(do, config.block),
-        _boxes(s, (s.shape[0], s.shape[1]), s.stride(0), 1, config.block), _heads(k, config.rows),
-        *(_heads(x, config.rows) for x in (v, Operand(dk), Operand(dv))), q.x, do.x, s, dk, dv, problem.schedule,
-        1 + problem.entries[0], q.x.shape[1], q.stride8, do.stride8, s.stride(0), stats.last_at, problem.scale,
+        *(_heads(x, config.block) for x in (q, do)), *(_heads(x, config.rows) for x in (k, v)),
+        *(_heads(Operand(x), config.rows) for x in (dk, dv)), q.x, do.x, s, dk, dv, problem.schedule,
+        1 + problem.entries[0], q.stride8, do.stride8, s.stride(0), stats.last_at, problem.scale,
         problem.scale * LOG2E.value,
     )  # fmt: skip
     tensors = q.x, do.x, s, dk, dv, problem.schedule
-    _launch(_hopper_dkdv.dkdv_hopper_kernel, problem, config, True, tensors, args, (config.stages,))
+    _launch(_hopper_dkdv.dkdv_hopper_kernel, problem, config, True, tensors, args, (config.stages, heads))
