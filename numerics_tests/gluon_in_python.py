@@ -49,8 +49,8 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.values.permute(order))
 
-    def slice(self, start: int, length: int) -> Shared:
-        return Shared(self.values[start : start + length])
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.values.narrow(dim, start, length))
 
     def store(self, x: Tensor) -> None:
         self.values.copy_(x)
@@ -98,6 +98,7 @@ class Product:
 
     def finish(self) -> None:
         a, b, acc = self.operands
+        acc = acc.value if isinstance(acc, Product) else acc
         product = (a.values if isinstance(a, Shared) else a).float() @ b.values.float()
         self.value = product if acc is None else product + acc
 

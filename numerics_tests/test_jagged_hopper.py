@@ -19,7 +19,7 @@ from numerics_tests.jagged_checks import GLUON, GLUON_IN_TURN, WIDE
 
 @pytest.fixture
 def launches() -> Iterator[list[str]]:
-    """Names of the kernels that were launched in Python."""
+    """Names of the kernels that were launched in Python, as older triton launches them."""
     found: list[str] = []
 
     def launch(kernel: Any, key: Any, device: Any, programs: int, args: tuple[Any, ...], **options: int) -> None:
@@ -29,7 +29,7 @@ def launches() -> Iterator[list[str]]:
     def boxes(x: Tensor, shape: tuple[int, int], stride: int, *block: int) -> gluon_in_python.Descriptor:
         return gluon_in_python.Descriptor(x.as_strided(shape, (stride, 1)))
 
-    with mock.patch.multiple(jagged_hopper, launch=launch, _boxes=boxes):
+    with mock.patch.multiple(jagged_hopper, launch=launch, _boxes=boxes, KEEP=True):
         yield found
 
 
@@ -69,7 +69,9 @@ def test_samples_are_apart_and_strides_are_read(launches: list[str]) -> None:
 
 
 def test_heads_in_turn_have_the_bits_of_heads_apart(launches: list[str]) -> None:
-    jagged_checks.turns_check("cpu")
+    # Products added to one another round once on a GPU, where this is held too, and here each by itself.
+    with mock.patch.object(jagged_hopper, "KEEP", False):
+        jagged_checks.turns_check("cpu")
     assert len(launches) == 6
 
 

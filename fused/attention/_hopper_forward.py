@@ -10,8 +10,12 @@ with P V of block i - 1, which runs while the exponentials of block i are taken;
 block i is done, V of block i + 1 as soon as P V of block i - 1 is. So one block of K and two of V are enough: with Q
 64 KiB, and three programs share a multiprocessor. O leaves by way of the block of V that the last product has read.
 
+What bounds them is shared memory: with Q and K in it, S reads all the 128 bytes a cycle there are, and copies of K and
+V wait. So of Q's 128 columns a program that takes heads in turn keeps 96 in registers, 24 a thread, which is what 168
+leave. A window's masks leave none.
+
 Copies that are begun together have barriers of their own: the compiler would put a barrier of threads between two
-that share one.
+that share one, and puts one between the word that a copy is coming and the copy. So that word is given while S runs.
 """
 
 from __future__ import annotations
@@ -56,34 +60,59 @@ def exponentials(x, peak, scale_log2, GUARD: gl.constexpr):
     return gl.exp2(x * scale_log2 - base[:, None]), highest, base
 
 
+@gluon.jit
+def kept_columns(q_smem, KEEP: gl.constexpr, LAYOUT: gl.constexpr):
+    """Q's first 64 columns and the next 32 in registers, if KEEP."""
+    left = q_smem
+    right = q_smem
+    if KEEP:
+        left = q_smem.slice(0, 64, dim=1).load(LAYOUT)
+        right = q_smem.slice(64, 32, dim=1).load(LAYOUT)
+    return left, right
+
+
+@gluon.jit
+def begin_scores(left, right, q_smem, k_smem, zero, KEEP: gl.constexpr):
+    """Begin S of a block. left, right: `kept_columns`."""
+    if KEEP:
+        s = warpgroup_mma(left, k_smem.slice(0, 64, dim=1).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(right, k_smem.slice(64, 32, dim=1).permute((1, 0)), s, is_async=True)
+        q = q_smem.slice(96, 32, dim=1)
+        s = warpgroup_mma(q, k_smem.slice(96, 32, dim=1).permute((1, 0)), s, is_async=True)
+    else:
+        s = warpgroup_mma(q_smem, k_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
+    return s
+
+
 @gluon.jit(do_not_specialize=["KS8", "VS8", "window"])
 def forward_hopper_kernel(
     q_desc, k_desc, v_desc, k_ptr, v_ptr, out_ptr, lse_ptr, schedule_ptr, KS8, VS8, scale_log2, window,
-    WINDOW: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, SUB: gl.constexpr,
-    D: gl.constexpr,
+    WINDOW: gl.constexpr, KEEP: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    SUB: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """HEADS units a program; arguments as `jagged.forward_kernel`'s."""
+    """HEADS units a program; arguments as `jagged.forward_kernel`'s. KEEP: three quarters of Q, in registers."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    KEPT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     rank = gl.program_id(0)
     first, q0, Lq, k0, Lk, _ = entry_of(schedule_ptr, 1, rank, H // HEADS, SUB, BM)
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [BM, D], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(q_desc.dtype, [BN, D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(q_desc.dtype, [2, BN, D], v_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(k_full, count=1)
+    mbarrier.init(v_full.index(0), count=1)
+    mbarrier.init(v_full.index(1), count=1)
+    fence_async_shared()
+    barrier()
     if first < Lq:
         begin_head = rank % (H // HEADS) * HEADS
         end_head = begin_head + HEADS
-        q_smem = gl.allocate_shared_memory(q_desc.dtype, [BM, D], q_desc.layout)
-        k_smem = gl.allocate_shared_memory(q_desc.dtype, [BN, D], k_desc.layout)
-        v_smem = gl.allocate_shared_memory(q_desc.dtype, [2, BN, D], v_desc.layout)
-        q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        v_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        mbarrier.init(q_full, count=1)
-        mbarrier.init(k_full, count=1)
-        mbarrier.init(v_full.index(0), count=1)
-        mbarrier.init(v_full.index(1), count=1)
-        fence_async_shared()
-        barrier()
         shift = Lk - Lq
         tile_t = first + shift
         last = gl.minimum(first + BM, Lq)
@@ -113,8 +142,9 @@ def forward_hopper_kernel(
                 fence_async_shared()
                 barrier()
             mbarrier.wait(q_full, turn & 1)
+            left, right = kept_columns(q_smem, KEEP, KEPT)
             mbarrier.wait(k_full, n & 1, pred=long)
-            s = warpgroup_mma(q_smem, k_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
+            s = begin_scores(left, right, q_smem, k_smem, zero, KEEP)
             x = warpgroup_mma_wait(0, deps=(s,))
             barrier()
             block, ahead_head = step_after(0, blocks, head)
@@ -143,11 +173,9 @@ def forward_hopper_kernel(
                 n += 1
                 before = (n - 1) & 1
                 mbarrier.wait(k_full, n & 1)
-                s = warpgroup_mma(q_smem, k_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
+                s = begin_scores(left, right, q_smem, k_smem, zero, KEEP)
                 mbarrier.wait(v_full.index(before), ((n - 1) >> 1) & 1)
                 out = warpgroup_mma(weights, v_smem.index(before), out, is_async=True)
-                x = warpgroup_mma_wait(1, deps=(s,))
-                barrier()
                 block, ahead_head = step_after(i, blocks, head)
                 there = ahead_head < end_head
                 more = there & (ahead_head > head)
@@ -155,6 +183,8 @@ def forward_hopper_kernel(
                 mbarrier.expect(k_full, BN * D * 2, pred=there)
                 mbarrier.expect(v_full.index(before), BN * D * 2, pred=there)
                 mbarrier.expect(q_full, BM * D * 2, pred=more)
+                x = warpgroup_mma_wait(1, deps=(s,))
+                barrier()
                 tma_load(k_desc, [row, ahead_head * D], k_full, k_smem, pred=there)
                 tma_load(q_desc, [q0 + first, ahead_head * D], q_full, q_smem, pred=more)
                 start = block_start(begin + i, Lk, BN)

@@ -10,6 +10,7 @@ from math import gcd
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -21,6 +22,9 @@ from .jagged_launch import Config, Operand, Problem
 
 _ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 WIDTH = 128
+
+KEEP = tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 6)
+"""Whether the forward may keep a part of Q in registers: newer triton would put 40 words of a thread aside."""
 
 
 def fits(problem: Problem) -> bool:
@@ -82,7 +86,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor, config: Config) -> None:
         k.stride8, v.stride8, problem.scale * LOG2E.value, problem.window or 0,
     )  # fmt: skip
     each = gcd(heads, config.heads)
-    constants = problem.window is not None, each, heads
+    constants = problem.window is not None, KEEP and each > 1 and problem.window is None, each, heads
     tensors = k.x, v.x, out, lse, problem.schedule
     _launch(_hopper_forward.forward_hopper_kernel, problem, config, False, tensors, args, constants, each)
 
