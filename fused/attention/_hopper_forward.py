@@ -11,8 +11,8 @@ block i is done, V of block i + 1 as soon as P V of block i - 1 is. So one block
 64 KiB, and three programs share a multiprocessor. O leaves by way of the block of V that the last product has read.
 
 What bounds them is shared memory: with Q and K in it, S reads all the 128 bytes a cycle there are, and copies of K and
-V wait. So of Q's 128 columns a program that takes heads in turn keeps 96 in registers, 24 a thread, which is what 168
-leave. A window's masks leave none.
+V wait. So a program that takes heads in turn keeps half of Q's columns in registers, 16 a thread. A window's masks
+leave none.
 
 Copies that are begun together have barriers of their own: the compiler would put a barrier of threads between two
 that share one, and puts one between the word that a copy is coming and the copy. So that word is given while S runs.
@@ -61,24 +61,13 @@ def exponentials(x, peak, scale_log2, GUARD: gl.constexpr):
 
 
 @gluon.jit
-def kept_columns(q_smem, KEEP: gl.constexpr, LAYOUT: gl.constexpr):
-    """Q's first 64 columns and the next 32 in registers, if KEEP."""
-    left = q_smem
-    right = q_smem
+def begin_scores(kept, q_smem, k_smem, zero, KEEP: gl.constexpr, D: gl.constexpr):
+    """Begin S of a block. kept: of Q, in registers, the first half of the columns, if KEEP."""
+    HALF: gl.constexpr = D // 2
     if KEEP:
-        left = q_smem.slice(0, 64, dim=1).load(LAYOUT)
-        right = q_smem.slice(64, 32, dim=1).load(LAYOUT)
-    return left, right
-
-
-@gluon.jit
-def begin_scores(left, right, q_smem, k_smem, zero, KEEP: gl.constexpr):
-    """Begin S of a block. left, right: `kept_columns`."""
-    if KEEP:
-        s = warpgroup_mma(left, k_smem.slice(0, 64, dim=1).permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma(right, k_smem.slice(64, 32, dim=1).permute((1, 0)), s, is_async=True)
-        q = q_smem.slice(96, 32, dim=1)
-        s = warpgroup_mma(q, k_smem.slice(96, 32, dim=1).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(kept, k_smem.slice(0, HALF, dim=1).permute((1, 0)), zero, use_acc=False, is_async=True)
+        q = q_smem.slice(HALF, HALF, dim=1)
+        s = warpgroup_mma(q, k_smem.slice(HALF, HALF, dim=1).permute((1, 0)), s, is_async=True)
     else:
         s = warpgroup_mma(q_smem, k_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
     return s
@@ -90,7 +79,7 @@ def forward_hopper_kernel(
     WINDOW: gl.constexpr, KEEP: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     SUB: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """HEADS units a program; arguments as `jagged.forward_kernel`'s. KEEP: three quarters of Q, in registers."""
+    """HEADS units a program; arguments as `jagged.forward_kernel`'s. KEEP: half of Q, in registers."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
@@ -142,9 +131,11 @@ def forward_hopper_kernel(
                 fence_async_shared()
                 barrier()
             mbarrier.wait(q_full, turn & 1)
-            left, right = kept_columns(q_smem, KEEP, KEPT)
+            kept = q_smem
+            if KEEP:
+                kept = q_smem.slice(0, D // 2, dim=1).load(KEPT)
             mbarrier.wait(k_full, n & 1, pred=long)
-            s = begin_scores(left, right, q_smem, k_smem, zero, KEEP)
+            s = begin_scores(kept, q_smem, k_smem, zero, KEEP, D)
             x = warpgroup_mma_wait(0, deps=(s,))
             barrier()
             block, ahead_head = step_after(0, blocks, head)
@@ -173,7 +164,7 @@ def forward_hopper_kernel(
                 n += 1
                 before = (n - 1) & 1
                 mbarrier.wait(k_full, n & 1)
-                s = begin_scores(left, right, q_smem, k_smem, zero, KEEP)
+                s = begin_scores(kept, q_smem, k_smem, zero, KEEP, D)
                 mbarrier.wait(v_full.index(before), ((n - 1) >> 1) & 1)
                 out = warpgroup_mma(weights, v_smem.index(before), out, is_async=True)
                 block, ahead_head = step_after(i, blocks, head)

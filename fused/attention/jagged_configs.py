@@ -44,8 +44,9 @@ def forward_config(problem: Problem) -> Config:
     is hidden in part, 0.397 with those of the side it is hidden on. Another block of K on its way leaves room for two
     programs a multiprocessor, not three: 346, 465, 455, 459 against 401, 488, 507, 589 of the same run, four heads.
 
-    Three quarters of Q in registers, and barriers made ready while the schedule is read, at L 512 and 1024, and at 1024
-    with lengths of 1 to 614: 402, 503, 433; none: 396, 493, 426; half: 401, 501, 432; all, which spills: 341, 427, 366.
+    Half of Q in registers, and barriers made ready while the schedule is read, at L 512 and 1024, and at 1024 with
+    lengths of 1 to 614: 401, 501, 432; none: 396, 493, 426; three quarters: 402, 503, 433, and slower than none once
+    the GPU is hot; all, which spills: 341, 427, 366.
     Slower, of the last two, in other runs: all of Q in registers and two programs, 5 %; exponentials under P V, since
     V's copies then begin later, 3 %; with half last blocks besides, 7 %; both tiles of an entry in turn, 5 to 8 %; the
     next head's rows prefetched to the L2 cache, 1 to 3 %, the next program's too, 6 to 11 %. Two blocks of K and one of

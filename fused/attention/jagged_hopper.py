@@ -24,7 +24,7 @@ _ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float
 WIDTH = 128
 
 KEEP = tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 6)
-"""Whether the forward may keep a part of Q in registers: newer triton would put 40 words of a thread aside."""
+"""Whether the forward may keep a part of Q in registers: newer triton would put 28 words of a thread aside."""
 
 
 def fits(problem: Problem) -> bool:
