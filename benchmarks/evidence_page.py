@@ -45,7 +45,7 @@ class _Recipe:
 def summarize(path: Path) -> dict[str, Any]:
     """One cell's file as the numbers the page shows."""
     header, *lines = (json.loads(line) for line in path.read_text().splitlines())
-    recipes = list(dict.fromkeys(line["recipe"] for line in lines if line["kind"] == "same_weights"))
+    recipes = sorted({line["recipe"] for line in lines if line["kind"] == "same_weights"})
     arms = [line for line in lines if line["kind"] == "arm"]
     found = {r: s for r in recipes if (s := _summarize_recipe(r, lines, arms)) is not None}
     results = [ArmResult.model_validate(a["record"]) for a in arms]
