@@ -25,8 +25,10 @@ def describe(device: str, threads: int) -> dict[str, str]:
 
 
 def command_line() -> str:
-    """The command that started this process, without the directory of its script."""
-    return " ".join([Path(sys.argv[0]).name, *map(_quoted, sys.argv[1:])])
+    """The command that started this process: `python -m` its module, or its script without the directory."""
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    started = [Path(sys.argv[0]).name] if module is None else ["python", "-m", module.name.removesuffix(".__main__")]
+    return " ".join([*started, *map(_quoted, sys.argv[1:])])
 
 
 def _quoted(argument: str) -> str:

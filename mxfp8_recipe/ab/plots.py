@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import math
+from itertools import pairwise
 from typing import Any
 
 try:
     from matplotlib.axes import Axes
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 except ImportError as error:  # pragma: no cover - needs an environment without the extra
     raise ModuleNotFoundError(
         'the report needs matplotlib: pip install "mxfp8-recipe[ab]"', name="matplotlib"
@@ -68,10 +70,27 @@ def two_curves(curves: dict[str, list[dict[str, Any]]], title: str) -> str:
         axes.set_xscale("log")
         axes.set_yscale("log")
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axis.set_major_locator(FixedLocator(round_rates(*ends)))
             axis.set_major_formatter(FuncFormatter(lambda rate, _: f"{100 * rate:g} %"))
-            axis.set_minor_formatter(NullFormatter())
+            axis.set_minor_locator(NullLocator())
     return _svg(axes, title)
+
+
+def round_rates(low: float, high: float) -> list[float]:
+    """Where a logarithmic axis from low to high is marked, so that its labels stay apart: at 1, 2 and 5 of each decade,
+    or at 1 and 3, or at 1, whatever comes first to three marks at least a sixth of the axis apart; else at up to four
+    rates at equal distances.
+    """
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for of_decade in ((1, 2, 5), (1, 3), (1,)):
+        found = [rate for e in decades for m in of_decade if low <= (rate := m * 10.0**e) <= high]
+        if len(found) >= 3 and min(math.log(b / a) for a, b in pairwise(found)) >= math.log(high / low) / 6:
+            return found
+    steps, found = [low * (high / low) ** (i / 3) for i in range(4)], []
+    for digits in (2, 3, 4):
+        if len(found) < 4:
+            found = sorted({float(f"{rate:.{digits}g}") for rate in steps})
+    return found
 
 
 def layer_sqnr(report: dict[str, Any]) -> str:

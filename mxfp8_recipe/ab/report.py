@@ -125,7 +125,7 @@ def _delta(run: ABRun, task: str) -> dict[str, Any]:
     return {
         "outcome": verdict.outcome.value,
         "confidence": verdict.interval.confidence if seeds else "",
-        "calibration_interval": _calibration_interval(twins, run.results.looks),
+        **_calibration_change(twins, run.results.looks),
         "ne_relative": verdict.interval.mean,
         "ne_interval": [verdict.interval.low, verdict.interval.high],
         "ne_relative_per_seed": list(run.results.gaps(task)[0]),
@@ -140,13 +140,13 @@ def _delta(run: ABRun, task: str) -> dict[str, Any]:
     }
 
 
-def _calibration_interval(twins: list[tuple[TaskResult, TaskResult]], looks: Sequence[int]) -> list[float]:
-    """Of the relative change of calibration over seeds; told, not judged."""
+def _calibration_change(twins: list[tuple[TaskResult, TaskResult]], looks: Sequence[int]) -> dict[str, Any]:
+    """The relative change of calibration over seeds and its interval; told, not judged."""
     gaps = tuple(m.served.calibration / b.served.calibration - 1 for m, b in twins)
     if not gaps:
-        return [math.nan, math.nan]
+        return {"calibration_relative": math.nan, "calibration_interval": [math.nan, math.nan]}
     interval = seed_interval(TaskGaps(task="", mxfp8=gaps), looks)
-    return [interval.low, interval.high]
+    return {"calibration_relative": interval.mean, "calibration_interval": [interval.low, interval.high]}
 
 
 def verdict_row(verdict: TaskVerdict) -> dict[str, Any]:

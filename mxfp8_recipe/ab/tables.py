@@ -46,7 +46,7 @@ def delta(report: dict[str, Any]) -> Cells:
                 percent(gap["ne_relative"], sign=True),
                 _interval(gap["ne_relative"], gap["ne_interval"]),
                 percent(max(harmless)) if harmless else "-",
-                "-" if gap["calibration"] is None else f"{gap['calibration']:+.4f}",
+                percent(gap["calibration_relative"], sign=True),
                 _span(gap["calibration_interval"]),
                 percent(gap["ne_relative_trained"], sign=True),
             ]
@@ -58,7 +58,7 @@ def delta(report: dict[str, Any]) -> Cells:
         ("relative NE", "number"),
         (f"{confidence} interval".strip(), "number"),
         ("largest placebo gap", "number"),
-        ("calibration", "number"),
+        ("relative calibration", "number"),
         ("its interval", "number"),
         ("NE if served in MXFP8", "number"),
     )
