@@ -144,6 +144,7 @@ def cell_section(cell: dict[str, Any]) -> str:
                "worst mean logit error", "RMS"]  # fmt: skip
     first = next(iter(cell["recipes"].values()))
     notes = [_placebo_note(task, arms, first["tasks"][task]) for task, arms in cell["placebos"].items()]
+    notes.append(_segments_note(cell["recipes"]))
     converted = {r: f["plan"] for r, f in cell["recipes"].items()}
     most = max(converted.values(), key=lambda p: p["converted"])
     notes.append(f"At most {most['converted']} of {most['candidates']} layers in MXFP8, {most['attention']} of them "
@@ -164,6 +165,17 @@ def _placebo_note(task: str, arms: dict[str, list[float]], measured: dict[str, A
         f"NE by {percent(min(gaps))} to {percent(max(gaps))}; BF16's own worst mean logit error "
         f"{measured['bf16_logit_mean']:+.4f}."
     )
+
+
+def _segments_note(recipes: dict[str, Any]) -> str:
+    """How the segments that are judged alone come out on the twins, and which fail."""
+    judged = [(recipe, *segment) for recipe, found in recipes.items() for segment in found["segments"]]
+    failed = [
+        f"`{recipe}`, {task}, {name} ({percent(gap)})" for recipe, task, name, how, gap in judged if how == "fail"
+    ]
+    passed = sum(how == "pass" for *_, how, _ in judged)
+    said = f"Segments alone, twins: {passed} of {len(judged)} pass, {len(judged) - passed - len(failed)} inconclusive"
+    return f"{said}; {'none fails' if not failed else 'these fail: ' + '; '.join(failed)}."
 
 
 def sources_table(cells: list[dict[str, Any]]) -> str:
