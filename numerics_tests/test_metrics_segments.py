@@ -104,6 +104,8 @@ def test_field_rce_against_a_loop():
         (M.SegmentedCalibration, M.calibration),
         (M.SegmentedCalibrationFreeNE, M.calibration_free_ne),
         (M.SegmentedLogLoss, M.log_loss),
+        (M.SegmentedAUC, M.auc),
+        (M.SegmentedECE, M.expected_calibration_error),
     ],
 )
 @pytest.mark.filterwarnings("ignore:The ``compute`` method")
@@ -121,7 +123,7 @@ def test_segmented_streams_equal_the_function_of_each_segments_rows(metric, func
     for segment, value in got.items():
         rows = segments == segment
         torch.testing.assert_close(value, function(p[rows], y[rows], w[rows]), rtol=1e-11, atol=0)
-    assert len(stream.kept) == (1 if window is None else 6)
+    assert len(stream.kept) == (6 if window else 20 if isinstance(stream, M._SegmentedRows) else 1)
     stream.reset()
     assert stream.compute() == {}
 
@@ -148,11 +150,13 @@ def test_windows_of_row_metrics():
 STREAMS: tuple[Any, ...] = (
     M.NormalizedEntropy, M.Calibration, M.CalibrationFreeNE, M.LogLoss, M.AUC, M.ECE,
     M.FieldRCE, M.SegmentedNE, M.SegmentedCalibration, M.SegmentedCalibrationFreeNE, M.SegmentedLogLoss,
+    M.SegmentedAUC, M.SegmentedECE,
 )  # fmt: skip
+BY_SEGMENT = M.FieldRCE | M._SegmentedEntropy | M._SegmentedRows
 
 
 def update(stream, p, y, w):
-    if isinstance(stream, M.FieldRCE | M.SegmentedNE | M._SegmentedEntropy):
+    if isinstance(stream, BY_SEGMENT):
         stream.update(p, y, torch.zeros(len(p), dtype=torch.long), w)
     else:
         stream.update(p, y, w)
@@ -160,7 +164,7 @@ def update(stream, p, y, w):
 
 def batch(stream, part: slice) -> tuple[torch.Tensor, ...]:
     p, y, w = recipe_rows()
-    segmented = isinstance(stream, M.FieldRCE | M._SegmentedEntropy)
+    segmented = isinstance(stream, BY_SEGMENT)
     return (p[part], y[part], segments_of(2000)[part], w[part]) if segmented else (p[part], y[part], w[part])
 
 
@@ -221,8 +225,9 @@ def test_negative_sampling_correction_undoes_the_sampling(metric):
     whole, corrected = metric(), metric(negative_sampling_rate=rate)
     update(whole, p, y, None)
     update(corrected, sampled, y[kept], None)
-    tolerance = {"rtol": 1e-4, "atol": 1e-4 if metric is M.ECE else 0}
-    if metric is M.ECE:
+    in_bins = metric in (M.ECE, M.SegmentedECE)
+    tolerance = {"rtol": 1e-4, "atol": 1e-4 if in_bins else 0}
+    if in_bins:
         whole.bins = corrected.bins = 1
     torch.testing.assert_close(corrected.compute(), whole.compute(), **tolerance)
     with pytest.raises(ValueError, match="negative_sampling_rate: got 0"):

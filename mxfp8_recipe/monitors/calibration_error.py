@@ -119,6 +119,15 @@ def field_rce_of(sums: Tensor) -> Tensor:
     return (weight * relative.nan_to_num(0.0)).sum(0) / weight.sum(0)
 
 
+def check_field(field: Tensor, predictions: Tensor) -> Tensor:
+    """`field`, of one integer a row, or ValueError."""
+    if field.shape != predictions.shape[:1] or field.is_floating_point():
+        raise ValueError(
+            f"field: got {tuple(field.shape)} {field.dtype}, expected one integer per row, ({len(predictions)},)"
+        )
+    return field
+
+
 def sums_by_value(
     predictions: Tensor, labels: Tensor, field: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -127,10 +136,7 @@ def sums_by_value(
     Returns:
         The values (S,) int64 in ascending order, and `EntropySums.stack` of each: (S, 4, T), fp64; T is 1 for (N,).
     """
-    if field.shape != predictions.shape[:1] or field.is_floating_point():
-        raise ValueError(
-            f"field: got {tuple(field.shape)} {field.dtype}, expected one integer per row, ({len(predictions)},)"
-        )
+    check_field(field, predictions)
     tasks = predictions.shape[1:].numel()
     terms = EntropySums.terms(predictions, labels, weights).reshape(4, len(predictions), tasks)
     values, index = field.unique(sorted=True, return_inverse=True)

@@ -33,6 +33,7 @@ except ImportError as error:  # pragma: no cover - needs an environment without 
 from mxfp8_recipe.monitors.calibration_error import (
     CalibrationBin,
     calibration_curve,
+    check_field,
     expected_calibration_error,
     field_rce,
     field_rce_of,
@@ -62,8 +63,10 @@ __all__ = [
     "FieldRCE",
     "LogLoss",
     "NormalizedEntropy",
+    "SegmentedAUC",
     "SegmentedCalibration",
     "SegmentedCalibrationFreeNE",
+    "SegmentedECE",
     "SegmentedLogLoss",
     "SegmentedNE",
     "auc",
@@ -268,6 +271,12 @@ class AUC(_RowsMetric):
         return auc(p, y, w)
 
 
+def _at_least_one(bins: int) -> int:
+    if bins < 1:
+        raise ValueError(f"bins: got {bins}, expected at least 1")
+    return bins
+
+
 class ECE(_RowsMetric):
     """Exact streaming `expected_calibration_error` in `bins` bins of equal count."""
 
@@ -275,9 +284,7 @@ class ECE(_RowsMetric):
 
     def __init__(self, num_tasks: int = 1, *, bins: int = 100, **kwargs: Any) -> None:
         super().__init__(num_tasks, **kwargs)
-        if bins < 1:
-            raise ValueError(f"bins: got {bins}, expected at least 1")
-        self.bins = bins
+        self.bins = _at_least_one(bins)
 
     def _value(self, p: Tensor, y: Tensor, w: Tensor) -> Tensor:
         return expected_calibration_error(p, y, w, bins=self.bins)
@@ -358,6 +365,55 @@ class SegmentedLogLoss(_SegmentedEntropy):
 
     def _value(self, sums: EntropySums) -> Tensor:
         return sums.log_loss
+
+
+class _SegmentedRows(_Windowed):
+    """A metric of each segment's rows: 32 bytes a row and task. Arguments of `_Windowed`."""
+
+    def __init__(self, num_tasks: int = 1, **kwargs: Any) -> None:
+        super().__init__(num_tasks, **kwargs)
+        self._keep_batches(4, num_tasks)
+
+    def update(self, predictions: Tensor, labels: Tensor, segments: Tensor, weights: Tensor | None = None) -> None:
+        """Add a batch; predictions as for the other metrics, `segments` (N,) integers."""
+        p, y, w = self._prepared(predictions, labels, weights)
+        values = check_field(segments, p).double()[:, None].expand_as(p)
+        self._append(torch.stack((p, y, w, values), dim=1), len(predictions))
+
+    def compute(self) -> dict[int, Tensor]:
+        """The metric of each segment seen: (num_tasks,), or () when num_tasks is 1."""
+        rows = self._all_kept()
+        values, index, counts = rows[:, 3, 0].unique(sorted=True, return_inverse=True, return_counts=True)
+        parts = rows[index.argsort(stable=True)].split(counts.tolist())
+        return {
+            int(value): self._squeezed(self._value(part[:, 0], part[:, 1], part[:, 2]))
+            for value, part in zip(values.tolist(), parts)
+        }
+
+    def _value(self, p: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class SegmentedAUC(_SegmentedRows):
+    """Exact streaming `auc` of each segment."""
+
+    higher_is_better = True
+
+    def _value(self, p: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        return auc(p, y, w)
+
+
+class SegmentedECE(_SegmentedRows):
+    """Exact streaming `expected_calibration_error` of each segment, in `bins` bins of equal count."""
+
+    higher_is_better = False
+
+    def __init__(self, num_tasks: int = 1, *, bins: int = 100, **kwargs: Any) -> None:
+        super().__init__(num_tasks, **kwargs)
+        self.bins = _at_least_one(bins)
+
+    def _value(self, p: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        return expected_calibration_error(p, y, w, bins=self.bins)
 
 
 class FieldRCE(_SegmentedMetric):
