@@ -1,6 +1,7 @@
 """Prediction files as people have them: packed, exported, stamped; and what each mistake is told."""
 
 import gzip
+import itertools
 import subprocess
 import sys
 from datetime import date, datetime, timezone
@@ -67,6 +68,55 @@ def test_csv_as_other_programs_write_it(tmp_path, content, name):
 def test_mistakes_in_csv(tmp_path, text, message):
     with pytest.raises(CompareError, match=message):
         csv_file(tmp_path, text).read_all()
+
+
+COMMENTED = ["label,prediction,id,comment", *(f"{i % 2},0.25,r{i},ok" for i in range(3))]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("quotes", [1, 2])
+def test_a_stray_quote_anywhere_loses_no_row(tmp_path, quotes, end):
+    """One or two of them at every place: each row is read, or what is wrong is told with its line."""
+    text, told = end.join([*COMMENTED, ""]), []
+    for places in itertools.combinations(range(len(text) + 1), quotes):
+        parts = [text[a:b] for a, b in itertools.pairwise([0, *places, len(text)])]
+        try:
+            rows = csv_file(tmp_path, '"'.join(parts)).rows
+        except CompareError as error:
+            told.append(str(error))
+        else:
+            assert rows == len(COMMENTED) - 1, parts
+    assert told
+    assert all("a.csv line " in error or "a.csv: no column " in error for error in told)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('0,0.5,"r1,x\n0,0.5,r2,x\n', r'line 3: not a CSV file .unexpected end of data.; is there a quote \("\) that'),
+        ('0,0.5,"r1,x\n0,0.5,r2,x\n0,0.5,"r3",x\n', "line 3: not a CSV file"),
+        ('0,0.5,"r1,x\n0,0.5,r2,x\n0,0.5,r3",x\n', "line 3: column id: got a text with line breaks; is there"),
+        ('0,0.5,r1,"x\n0,0.5,r2,x"\n', "line 3: column comment: got a text with line breaks"),
+        ('0,0.5,r1,"x\n0,0.5,r2,y\n0,0.5,r3,z"\n', "line 3: column comment: got"),
+        ('0,0.5,r1,"x\ny"\n0,0.5,"r2\nr3",x\n', "line 5: column id: got"),
+        ('0,0.5,r1,"x\ny"\n0,0.5,"r2,x\n0,0.5,r3"\n', "line 5: 3 columns, expected 4, over several lines; is there"),
+    ],
+)
+def test_a_quote_that_takes_in_rows_is_told_with_its_line(tmp_path, text, message):
+    for name, pack in (("a.csv", str.encode), ("a.csv.gz", packed)):
+        with pytest.raises(CompareError, match=message):
+            csv_file(tmp_path, pack("label,prediction,id,comment\n0,0.5,r0,x\n" + text), name)
+    head = text.count("\n") * "0,0.5,s,x\n"
+    with pytest.raises(CompareError, match="line 1: the header goes on over rows"):
+        csv_file(tmp_path, 'label,prediction,id,"comment\n' + head + '"\n')
+
+
+def test_line_breaks_where_they_belong(tmp_path):
+    """In a comment or its name; and in rows of their own, which are none."""
+    text = 'label,prediction,id,"a\ncomment"\n\n0,0.25,"7","two\nlines, and, a, few"\n\n1,0.5,8,"1, 2,\n3, 4"\n'
+    rows = csv_file(tmp_path, text).read_all()
+    assert np.asarray(rows.id).tolist() == [7, 8]
+    assert rows.prediction.tolist() == [0.25, 0.5]
 
 
 def test_a_truncated_packed_file_and_a_directory(tmp_path):

@@ -31,6 +31,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from mxfp8_recipe.ab import compare_quotes
 from mxfp8_recipe.ab.compare_ids import BLOCK, TextIds, blocks_of
 
 NEEDED = ("label", "prediction")
@@ -268,17 +269,23 @@ class _CSV:
     def __init__(self, path: Path, names: Mapping[str, str]) -> None:
         try:
             with _opened(path) as file:
-                reader = csv.reader(file)
+                reader = csv.reader(file, strict=True)
                 header = [name.strip() for name in next(reader, [])]
                 if not header:
                     raise CompareError(f"{path}: its first line is empty, expected a header with {', '.join(NEEDED)}")
+                if compare_quotes.holds_numbers(header):
+                    raise CompareError(f"{path} line 1: the header goes on over rows; {compare_quotes.REMEDY}")
                 self.columns = _wanted(path, header, names, _renamed(names))
                 parts = list(_csv_chunks(path, reader, header, [names[c] for c in self.columns]))
         except UnicodeDecodeError as error:
             raise CompareError(
                 f"{path}: not UTF-8 text ({error}); parquet files end in .parquet, packed CSV files in .gz"
             ) from None
-        except (csv.Error, zlib.error, EOFError, gzip.BadGzipFile) as error:
+        except csv.Error as error:
+            with _opened(path) as file:
+                line = compare_quotes.broken_line(file)
+            raise CompareError(f"{path} line {line}: not a CSV file ({error}); {compare_quotes.REMEDY}") from None
+        except (zlib.error, EOFError, gzip.BadGzipFile) as error:
             raise CompareError(f"{path}: not a CSV file ({error})") from None
         self.path = path
         self.rows = sum(len(part[0]) for part in parts)
@@ -303,13 +310,27 @@ def _opened(path: Path) -> TextIO:
 def _csv_chunks(path: Path, reader: Any, header: list[str], wanted: list[str]) -> Iterator[list[np.ndarray]]:
     """Wanted columns as byte strings, some rows at a time."""
     positions = [header.index(name) for name in wanted]
-    line = 2
+    line = reader.line_num + 1
     while rows := list(itertools.islice(reader, CHUNK)):
         wrong = next((i for i, row in enumerate(rows) if row and len(row) != len(header)), None)
         if wrong is not None:
-            raise CompareError(f"{path} line {line + wrong}: {len(rows[wrong])} columns, expected {len(header)}")
+            at = line + sum(map(compare_quotes.lines_of, rows[:wrong]))
+            hint = f", over several lines; {compare_quotes.REMEDY}" if compare_quotes.lines_of(rows[wrong]) > 1 else ""
+            raise CompareError(f"{path} line {at}: {len(rows[wrong])} columns, expected {len(header)}{hint}")
+        if reader.line_num - line + 1 != len(rows):
+            _check_line_breaks(path, line, rows, header, wanted)
         yield [np.array([row[p].strip().encode() for row in rows if row], dtype=bytes) for p in positions]
-        line += len(rows)
+        line = reader.line_num + 1
+
+
+def _check_line_breaks(path: Path, line: int, rows: list[list[str]], header: list[str], wanted: list[str]) -> None:
+    """Rows from this line on, of which some go over several."""
+    found = compare_quotes.swallowing(rows, header, {n: header.index(n) for n in wanted}, wanted[: len(NEEDED)])
+    if found:
+        before, name = found
+        raise CompareError(
+            f"{path} line {line + before}: column {name}: got a text with line breaks; {compare_quotes.REMEDY}"
+        )
 
 
 def _from_text(path: Path, column: str, text: np.ndarray) -> np.ndarray:
