@@ -6,13 +6,16 @@ import io
 import json
 import math
 import re
+import sys
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from mxfp8_recipe.ab import tables
 from mxfp8_recipe.ab.config import ABConfig
+from mxfp8_recipe.ab.environment import command_line
 from mxfp8_recipe.ab.html import render, write_html
 from mxfp8_recipe.ab.report import build_report, write_json
 from mxfp8_recipe.ab.runner import ABRun, Runner
@@ -226,3 +229,18 @@ def test_no_figure_is_broken_over_lines(report, width):
 def test_brackets_and_colons_of_a_users_names_are_kept(report):
     renamed = {**report, "gates": [{**report["gates"][0], "name": "ctr:boom: [red]"}]}
     assert "ctr:boom: [red]" in terminal(renamed)
+
+
+@pytest.mark.parametrize(
+    ("module", "script", "expected"),
+    [
+        (None, "/usr/bin/mxfp8", "mxfp8 ab --out 'a b'"),
+        ("mxfp8_recipe.cli", "/x/mxfp8_recipe/cli.py", "python -m mxfp8_recipe.cli ab --out 'a b'"),
+        ("package.__main__", "/x/package/__main__.py", "python -m package ab --out 'a b'"),
+    ],
+)
+def test_the_command_is_the_one_to_type(monkeypatch, module, script, expected):
+    main = SimpleNamespace(__spec__=None if module is None else SimpleNamespace(name=module))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", [script, "ab", "--out", "a b"])
+    assert command_line() == expected
