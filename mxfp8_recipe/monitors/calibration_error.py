@@ -9,6 +9,7 @@ its epsilon of 0.01. Everything in fp64.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,33 +34,50 @@ class CalibrationBin:
 
 
 def calibration_curve(
-    predictions: Tensor, labels: Tensor, weights: Tensor | None = None, *, bins: int = 20
+    predictions: Tensor,
+    labels: Tensor,
+    weights: Tensor | None = None,
+    *,
+    bins: int = 20,
+    order: Tensor | None = None,
 ) -> list[CalibrationBin]:
     """Predicted against observed rate in bins of equal row count; rows of weight 0 take no part.
 
     Args:
         predictions, labels, weights: (N,) as in `check_rows`.
         bins: at most this many; fewer when there are fewer rows.
+        order: `predictions.argsort(dim=0, stable=True)`, where it is known already; it is most of the work.
     """
     check_rows(predictions, labels, weights)
-    p, y, w = _kept(predictions, labels, weights)
+    w = torch.ones_like(labels) if weights is None else weights
+    p, y, w = (t.detach().double() for t in (predictions, labels, w))
+    order = p.argsort(stable=True) if order is None else order
     curve = []
-    for rows in _equal_counts(p, bins):
-        share = w[rows] / w[rows].sum()
-        observed = (share * y[rows]).sum()
-        spread = (share.square() * (y[rows] - observed).square()).sum().sqrt()
-        curve.append(CalibrationBin(float((share * p[rows]).sum()), float(observed), float(spread), len(rows)))
+    for rows in _equal_counts(w, order, bins):
+        if not len(rows):
+            continue
+        weight, label, predicted = (t.index_select(0, rows) for t in (w, y, p))
+        share = weight / weight.sum()
+        observed = (share * label).sum()
+        spread = (share.square() * (label - observed).square()).sum().sqrt()
+        curve.append(CalibrationBin(float((share * predicted).sum()), float(observed), float(spread), len(rows)))
     return curve
 
 
 def expected_calibration_error(
-    predictions: Tensor, labels: Tensor, weights: Tensor | None = None, *, bins: int = 100
+    predictions: Tensor,
+    labels: Tensor,
+    weights: Tensor | None = None,
+    *,
+    bins: int = 100,
+    order: Tensor | None = None,
 ) -> Tensor:
     """ECE over bins of equal row count, cut in the order of the predictions; NaN without a row of positive weight.
 
     Args:
         predictions, labels, weights: (N,) or (N, T) as in `check_rows`; rows of weight 0 take no part.
         bins: at most this many; fewer when there are fewer rows. Tied predictions may fall into two bins.
+        order: `predictions.argsort(dim=0, stable=True)`, where it is known already; it is most of the work.
 
     Returns:
         () or (T,), fp64.
@@ -67,34 +85,25 @@ def expected_calibration_error(
     check_rows(predictions, labels, weights)
     w = torch.ones_like(labels) if weights is None else weights
     tasks = predictions.shape[1:].numel()
-    columns = [t.detach().reshape(len(predictions), tasks).unbind(1) for t in (predictions, labels, w)]
-    per_task = [_ece_one(*_kept(p, y, v), bins) for p, y, v in zip(*columns, strict=True)]
+    order = predictions.detach().argsort(dim=0, stable=True) if order is None else order
+    columns = [t.detach().double().reshape(len(predictions), tasks).unbind(1) for t in (predictions, labels, w)]
+    orders = order.reshape(len(predictions), tasks).unbind(1)
+    per_task = [_ece_one(p, y, v, o, bins) for p, y, v, o in zip(*columns, orders, strict=True)]
     return torch.stack(per_task).reshape(predictions.shape[1:])
 
 
-def _ece_one(p: Tensor, y: Tensor, w: Tensor, bins: int) -> Tensor:
-    if not len(p):
-        return p.new_tensor(torch.nan)
-    excess = (w * (p - y))[p.argsort(stable=True)]
-    return torch.stack([part.sum().abs() for part in excess.tensor_split(_bin_count(bins, len(p)))]).sum() / w.sum()
+def _ece_one(p: Tensor, y: Tensor, w: Tensor, order: Tensor, bins: int) -> Tensor:
+    bias = w * (p - y)
+    parts = [bias.index_select(0, rows).sum().abs() for rows in _equal_counts(w, order, bins)]
+    return torch.stack(parts).sum() / w[w > 0].sum()
 
 
-def _kept(predictions: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of positive weight, fp64."""
-    w = torch.ones_like(labels, dtype=torch.float64) if weights is None else weights.detach().double()
-    kept = w > 0
-    return predictions.detach().double()[kept], labels.detach().double()[kept], w[kept]
-
-
-def _equal_counts(p: Tensor, bins: int) -> list[Tensor]:
-    """Row indices of each non-empty bin, in the order of the predictions."""
-    return [rows for rows in p.argsort(stable=True).tensor_split(_bin_count(bins, len(p))) if len(rows)]
-
-
-def _bin_count(bins: int, rows: int) -> int:
+def _equal_counts(w: Tensor, order: Tensor, bins: int) -> Sequence[Tensor]:
+    """The rows of positive weight by bin, in the order given; one empty bin where there are none."""
     if bins < 1:
         raise ValueError(f"bins: got {bins}, expected at least 1")
-    return min(bins, max(rows, 1))
+    rows = order[w.index_select(0, order) > 0]
+    return rows.tensor_split(min(bins, max(len(rows), 1)))
 
 
 def field_rce(predictions: Tensor, labels: Tensor, field: Tensor, weights: Tensor | None = None) -> Tensor:
