@@ -10,7 +10,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from mxfp8_recipe.ab import compare_files, tables
+from mxfp8_recipe.ab import compare, compare_files, tables
 from mxfp8_recipe.ab.compare_command import compare_command
 from mxfp8_recipe.monitors import metrics
 
@@ -142,6 +142,17 @@ def test_a_harm_that_follows_the_label_breaks_a_gate_of_its_own(files):
     assert broken == ["label: cross entropy change"]
 
 
+def test_threads_change_no_bit(files, monkeypatch):
+    """Files are worked on beside each other, and yet every figure is that of one after the other."""
+    found = []
+    for threads in (1, 2):
+        monkeypatch.setattr(compare, "THREADS", threads)
+        run("a.parquet", "b.parquet", "--placebo", "p.parquet", "--out", f"out{threads}")
+        found.append(report(files / f"out{threads}") | {"command": "", "environment": {}})
+    assert found[0] == found[1]
+    assert found[0]["metrics"]["A"] != found[0]["metrics"]["B"]
+
+
 def test_order_and_format_do_not_matter(files):
     assert run("a.parquet", "b.parquet", "--out", "sorted").exit_code in (0, 3)
     write(files / "b.csv", shuffled(columns(seed=10)))
@@ -248,6 +259,13 @@ def small(**changes) -> dict:
         ({"label": np.array(["0", "1", "yes", "0"])}, {}, "column label: got 'yes' in row 3, expected a number"),
         ({}, {"label": np.array([0.0, 1, 1, 1])}, "column label: 1 of 4 values differ .* id 14: 1.0 instead of 0.0"),
         ({}, {"id": None}, "b.csv: no column 'id', which a.csv has"),
+        ({}, {"id": np.arange(4) + 100}, "none of its 4 rows is in a.csv: .*; write ids alike in both, or say"),
+        ({"weight": np.zeros(4)}, {"weight": np.zeros(4)}, "a.csv: column weight: all values are 0, so that no row "),
+        (
+            {"weight": np.array([1.0, 1, 0, 0]), "seed": np.array([0, 0, 1, 1])},
+            {"weight": np.array([1.0, 1, 0, 0]), "seed": np.array([0, 0, 1, 1])},
+            "a.csv: column weight: all values of seed 1 are 0, so that no row counts; give weights",
+        ),
         ({}, {"weight": None}, "b.csv: no column 'weight', which a.csv has"),
         ({"id": np.array([1, 1, 2, 3])}, {"id": np.array([1, 1, 2, 3])}, "1 ids occur more than once"),
         ({}, {"id": np.arange(4) + 1000}, "none of its 4 rows is in a.csv"),
@@ -286,6 +304,30 @@ def test_bad_options(files, arguments, message):
     result = run("a.parquet", "b.parquet", *arguments)
     assert result.exit_code == 2
     assert re.search(message, result.stderr)
+
+
+def test_errors_of_a_join_name_the_column_as_the_file_does(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    named = ["--column", "id=key", "--column", "label=clicked"]
+
+    def written(name: str, **changed: np.ndarray) -> str:
+        table = small(seed=None, **changed)
+        return write(tmp_path / name, {{"id": "key", "label": "clicked"}.get(c, c): v for c, v in table.items()})
+
+    first = written("a.csv")
+    twice = run(first, written("b.csv", id=np.array([1, 1, 2, 3])), *named)
+    assert "b.csv: column key (id): 1 ids occur more than once" in twice.stderr
+    other = run(first, written("b.csv", label=np.ones(4)), *named)
+    assert re.search(r"b.csv: column clicked \(label\): \d of 4 values differ from", other.stderr), other.stderr
+
+
+@pytest.mark.parametrize("out", ["taken", "taken/below/it"])
+def test_out_that_is_a_file(files, out):
+    (files / "taken").write_text("kept")
+    result = run("a.parquet", "b.parquet", "--out", out)
+    assert result.exit_code == 2
+    assert "--out: got taken, which is a file, expected a directory; name another" in result.stderr
+    assert (files / "taken").read_text() == "kept"
 
 
 def test_files_that_are_no_tables(files):

@@ -29,7 +29,7 @@ def csv_file(folder: Path, text: str | bytes, name: str = "a.csv") -> Prediction
 
 
 def parquet_file(folder: Path, name: str = "a.parquet", **more) -> PredictionFile:
-    pq.write_table(pa.table({"label": [0, 1], "prediction": [0.25, 0.5], **more}), folder / name)
+    pq.write_table(pa.table({"label": [0, 1], "prediction": [0.25, 0.5]} | more), folder / name)
     return PredictionFile(folder / name)
 
 
@@ -177,6 +177,97 @@ def test_every_type_is_read_or_told(tmp_path, column):
 def test_ids_of_a_database_export_are_integers(tmp_path):
     ids = pa.array([Decimal(7), Decimal(8)], pa.decimal128(38, 0))
     assert np.asarray(parquet_file(tmp_path, id=ids).read("id")).tolist() == [b"7", b"8"]
+
+
+@pytest.mark.parametrize("kind", [pa.int64(), pa.uint64(), pa.decimal128(38, 0), pa.float64()])
+@pytest.mark.parametrize("column", ["label", "prediction", "weight"])
+def test_integers_that_fp64_rounds(tmp_path, column, kind):
+    big = pa.array([Decimal(1), Decimal(2**53 + 1)]).cast(kind, safe=False)
+    file = parquet_file(tmp_path, **{column: big})
+    if column == "weight":
+        assert np.asarray(file.read(column)).tolist() == [1, 2**53]
+    else:
+        with pytest.raises(CompareError, match=rf"column {column}: 1 of 2 values lie outside \[0, 1\]"):
+            file.read(column)
+
+
+def test_a_damaged_parquet_file_is_told_wherever_it_is(tmp_path):
+    """Bytes overwritten at places all over it: what cannot be read names the file, the column and a remedy."""
+    rows = 200
+    text = [f"r{i}" for i in range(rows)]
+    more = {"id": text, "segment": pa.array([t[:2] for t in text]).dictionary_encode(), "seed": np.arange(rows)}
+    table = pa.table({"label": np.arange(rows) % 2, "prediction": np.arange(rows) / rows, **more})
+    pq.write_table(table, tmp_path / "good.parquet", row_group_size=100)
+    good, told = (tmp_path / "good.parquet").read_bytes(), []
+    for place in range(4, len(good) - 8, 23):
+        (tmp_path / "a.parquet").write_bytes(good[:place] + b"\xa7" * 4 + good[place + 4 :])
+        try:
+            PredictionFile(tmp_path / "a.parquet").read_all()
+        except CompareError as error:
+            told.append(str(error))
+    pages = [error for error in told if "its values cannot be read" in error]
+    assert len(pages) > 20
+    assert all("a.parquet: " in error for error in told)
+    assert all("a.parquet: column " in error and "write the file anew" in error for error in pages)
+
+
+def test_a_zone_that_is_not_known(tmp_path):
+    file = parquet_file(tmp_path, id=pa.array([1, 2], pa.timestamp("us", "Nowhere/Atlantis")))
+    with pytest.raises(
+        CompareError, match=r"column id: its values cannot be read .*Nowhere/Atlantis.* as numbers or text"
+    ):
+        file.read("id")
+
+
+@pytest.mark.parametrize("column", ["id", "segment", "seed"])
+def test_a_text_that_ends_in_nul_is_not_the_one_without(tmp_path, column):
+    for ending in ("r1\0", "\0", "r\0\0", "x" * 50 + "\0"):
+        for kind in (pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())):
+            values = pa.array(["r1", ending]).cast(kind)
+            with pytest.raises(CompareError, match=f"column {column}: got '.*which ends in the character NUL; write"):
+                parquet_file(tmp_path, **{column: values}).read_all()
+        with pytest.raises(CompareError, match=f"column {column}: got '.*which ends in the character NUL; write"):
+            csv_file(tmp_path, f"label,prediction,{column}\n0,0.5,r1\n1,0.5,{ending}\n").read_all()
+    inside = f"label,prediction,{column}\n0,0.5,r\0001\n1,0.5,r\n"
+    assert np.asarray(csv_file(tmp_path, inside).read(column)).tolist() == [b"r\x001", b"r"]
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        ("id", ["1", ""], "1 of 2 values are missing; fill them in"),
+        ("time", ["1", "x"], "got 'x' in row 2, expected a number or ISO"),
+        ("label", ["1", "x"], "got 'x' in row 2, expected a number"),
+        ("label", ["1", "2"], "1 of 2 values lie outside"),
+        ("weight", ["1", "-1"], "1 of 2 values are negative"),
+        ("prediction", ["1", "nan"], "1 of 2 values are NaN or missing"),
+        (
+            "id",
+            pa.array([1.0, 2.0]),
+            "got values of type double, expected integers or text; cast them to int64 or string",
+        ),
+        ("seed", pa.array([b"1", b"2"]), "got values of type binary, expected integers or text; cast them to int64"),
+        ("segment", pa.array([[1], [2]]), "got values of type list.*, expected integers or text; cast them to int64"),
+        ("time", pa.array([[1], [2]]), "got values of type list.*, expected numbers, dates or text; cast them to time"),
+        ("weight", pa.array(["1", "2"]), "got values of type string, expected numbers; cast them to double"),
+        ("seed", pa.array([1, None]), "1 of 2 values are missing; fill them in"),
+        ("segment", pa.array(["a", None]).dictionary_encode(), "1 of 2 values are missing"),
+    ],
+)
+@pytest.mark.parametrize("name", ["", "Own Name"])
+def test_errors_name_the_column_as_the_file_does(tmp_path, column, values, message, name):
+    table = {"label": pa.array([0, 1]), "prediction": pa.array([0.5, 0.5]), column: values}
+    names = [name if name and c == column else c for c in table]
+    if isinstance(values, list):
+        lines = [names, *zip(*(v if isinstance(v, list) else map(str, v.to_pylist()) for v in table.values()))]
+        path = tmp_path / "a.csv"
+        path.write_text("".join(",".join(line) + "\n" for line in lines))
+    else:
+        path = tmp_path / "a.parquet"
+        pq.write_table(pa.table(list(table.values()), names), path)
+    shown = rf"{name} \({column}\)" if name else column
+    with pytest.raises(CompareError, match=rf"{path.name}: column {shown}: {message}"):
+        PredictionFile(path, {column: name} if name else {}).read_all()
 
 
 KEPT = """

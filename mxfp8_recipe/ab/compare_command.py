@@ -70,6 +70,7 @@ def compare_command(
             raise CompareError(
                 "--placebo: with --same-weights there is no training noise to hold it against; leave it out"
             )
+        _check_out(out)
         names = _names(column or [])
         rows = align(PredictionFile(a, names), [PredictionFile(path, names) for path in (b, *(placebo or []))])
         if strict and rows.notes:
@@ -105,6 +106,12 @@ def _options(task: str, budget: float, same_weights: bool, rate: float, looks: s
         negative_sampling_rate=rate,
         looks=tuple(int(part) for part in parts),
     )
+
+
+def _check_out(out: Path) -> None:
+    for folder in (out, *out.parents):
+        if folder.exists() and not folder.is_dir():
+            raise CompareError(f"--out: got {folder}, which is a file, expected a directory; name another")
 
 
 def _names(pairs: list[str]) -> dict[str, str]:

@@ -23,7 +23,7 @@ import gzip
 import itertools
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,13 +32,15 @@ from typing import Any, TextIO
 import numpy as np
 
 from mxfp8_recipe.ab import compare_quotes
-from mxfp8_recipe.ab.compare_ids import BLOCK, TextIds, blocks_of
+from mxfp8_recipe.ab.compare_ids import BLOCK, TextIds, blocks_of, parts_of
 
 NEEDED = ("label", "prediction")
 NUMBERS = ("label", "prediction", "weight")
 OPTIONAL = ("weight", "time", "segment", "seed", "id")
 COLUMNS = (*NEEDED, *OPTIONAL)
 CHUNK = 200_000
+HELD = 1 << 30
+"""Bytes of a column of text, such as segments, that is held whole."""
 
 
 class CompareError(ValueError):
@@ -54,6 +56,7 @@ class Predictions:
         label, prediction: (N,) fp64. weight: the same, or None.
         time, segment, seed: (N,) integers or text, or None. id: the same; text stays in the file.
         others: (N,) fp64 predictions of each other file, in this order of rows.
+        names: of the columns in the file.
     """
 
     path: Path
@@ -65,6 +68,7 @@ class Predictions:
     seed: np.ndarray | None = None
     id: np.ndarray | TextIds | None = None
     others: list[np.ndarray] = field(default_factory=list)
+    names: Mapping[str, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.prediction)
@@ -102,6 +106,10 @@ class PredictionFile:
         if not self.rows:
             raise CompareError(f"{path}: it has no rows")
 
+    def where(self, column: str) -> str:
+        """The file and the name that the column has in it, for errors."""
+        return f"{self.path}: {called(column, self.names)}"
+
     def read(self, column: str) -> np.ndarray | None:
         """A column's values, or None where the file has it not. A CSV column can be read once."""
         if column not in self.columns:
@@ -125,15 +133,21 @@ class PredictionFile:
         ids = self.read_ids()
         if problems:
             raise CompareError(f"{self.path}: {'; '.join(problems)}")
-        return Predictions(self.path, **found, id=ids)
+        return Predictions(self.path, **found, id=ids, names=self.names)
 
     def _checked(self, column: str, problems: list[str]) -> np.ndarray:
         """A column's values; what is wrong with them is appended."""
         values = self._source.read(column)
         if column == "time" and values.dtype.kind == "S":
-            values = _moments(f"{self.path}: column {self.names[column]}", values)
-        problems += _problems(column, self.names[column], values)
+            values = _moments(self.where(column), values)
+        problems += _problems(column, called(column, self.names), values)
         return values
+
+
+def called(column: str, names: Mapping[str, str]) -> str:
+    """A column under the name that it has in the file."""
+    name = names.get(column, column)
+    return f"column {name}" if name == column else f"column {name} ({column})"
 
 
 def _wanted(path: Path, header: Sequence[str], names: Mapping[str, str], asked: set[str]) -> list[str]:
@@ -175,10 +189,11 @@ class _Parquet:
             ) from error
         try:
             self.file = pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise CompareError(f"{path}: not a parquet file ({error})") from None
-        self.path, self.names = path, names
-        self.columns = _wanted(path, self.file.schema_arrow.names, names, _renamed(names))
+            header = self.file.schema_arrow.names
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise CompareError(f"{path}: not a parquet file ({_line(error)}); write it anew, or give CSV") from None
+        self.path, self.names, self._errors = path, names, (pa.ArrowException, OSError, UnicodeDecodeError)
+        self.columns = _wanted(path, header, names, _renamed(names))
         self.rows: int = self.file.metadata.num_rows
 
     def read(self, column: str) -> np.ndarray:
@@ -186,6 +201,8 @@ class _Parquet:
         for block in self._blocks(column):
             if start == 0:
                 found = np.empty(self.rows, dtype=block.dtype)
+            if block.dtype.kind == "S":
+                _fits(f"{self.path}: {called(column, self.names)}", self.rows, block.dtype.itemsize)
             if block.dtype.itemsize > found.dtype.itemsize:
                 found = found.astype(block.dtype)  # text that is longer than all before it
             found[start : start + len(block)] = block
@@ -199,24 +216,45 @@ class _Parquet:
 
     def _blocks(self, column: str) -> Iterator[np.ndarray]:
         """A column's values in the order of rows; an error at the end where some that must not be are missing."""
-        missing = 0
-        for batch in self.file.iter_batches(BLOCK, columns=[self.names[column]], use_threads=False):
-            values = batch.column(0)
-            if column not in NUMBERS:
-                missing += values.null_count
-            if len(values) and not missing:
-                yield _from_arrow(self.path, column, values)
+        where = f"{self.path}: {called(column, self.names)}"
+        missing = rows = 0
+        try:
+            for batch in self.file.iter_batches(BLOCK, columns=[self.names[column]], use_threads=False):
+                values = _plain(batch.column(0))
+                rows += len(values)
+                if column not in NUMBERS:
+                    missing += values.null_count
+                if len(values) and not missing:
+                    yield from _from_arrow(where, column, values)
+        except self._errors as error:
+            raise CompareError(
+                f"{where}: its values cannot be read ({_line(error)}); write the file anew if it is damaged, "
+                "else this column as numbers or text"
+            ) from None
         if missing:
-            raise CompareError(f"{self.path}: column {column}: {missing} of {self.rows} values are missing")
+            raise CompareError(
+                f"{where}: {missing} of {self.rows} values are missing; fill them in, or leave the rows out"
+            )
+        if rows != self.rows:
+            raise CompareError(f"{where}: got {rows} values, expected {self.rows}; the file is damaged, write it anew")
 
 
-def _from_arrow(path: Path, column: str, values: Any) -> np.ndarray:
-    """A pyarrow array as numbers or text; text as codes would lose its order, so it stays text."""
+def _line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _plain(values: Any) -> Any:
+    """A pyarrow array without a dictionary, whose codes would lose the order of text."""
+    import pyarrow as pa
+
+    return values.cast(values.type.value_type) if pa.types.is_dictionary(values.type) else values
+
+
+def _from_arrow(where: str, column: str, values: Any) -> Iterable[np.ndarray]:
+    """A pyarrow array as numbers or text; text in several parts where one is very long."""
     import pyarrow as pa
 
     kind = values.type
-    if pa.types.is_dictionary(kind):
-        values, kind = values.cast(kind.value_type), kind.value_type
     if pa.types.is_boolean(kind):
         values, kind = values.cast(pa.int8()), pa.int8()
     if pa.types.is_temporal(kind) and column == "time":
@@ -228,15 +266,19 @@ def _from_arrow(path: Path, column: str, values: Any) -> np.ndarray:
         values, kind = values.cast(pa.string() if whole else pa.float64()), pa.string() if whole else pa.float64()
     text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
     if column in NUMBERS and not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
-        raise CompareError(f"{path}: column {column}: got values of type {kind}, expected numbers")
-    if column in NUMBERS:
-        return values.cast(pa.float64()).to_numpy(zero_copy_only=False)
+        raise CompareError(f"{where}: got values of type {kind}, expected numbers; cast them to double")
+    if column in NUMBERS:  # integers that fp64 rounds are far outside of what is expected of these
+        return [values.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)]
     if text:
-        return _text_codes(values.cast(pa.large_binary()))
+        return _text_codes(where, values.cast(pa.large_binary()))
     if not (pa.types.is_integer(kind) or (pa.types.is_floating(kind) and column == "time")):
-        expected = "numbers, dates or text" if column == "time" else "integers or text"
-        raise CompareError(f"{path}: column {column}: got values of type {kind}, expected {expected}")
-    return values.to_numpy(zero_copy_only=False)
+        expected, remedy = (
+            ("numbers, dates or text", "timestamps, or to text in ISO 8601")
+            if column == "time"
+            else ("integers or text", "int64 or string")
+        )
+        raise CompareError(f"{where}: got values of type {kind}, expected {expected}; cast them to {remedy}")
+    return [values.to_numpy(zero_copy_only=False)]
 
 
 def _instants(values: Any) -> Any:
@@ -249,13 +291,23 @@ def _instants(values: Any) -> Any:
     return values.cast(pa.int32()).cast(pa.int64()) if pa.types.is_time32(kind) else values.cast(pa.int64())
 
 
-def _text_codes(values: Any) -> np.ndarray:
-    """Text as a fixed-width array of bytes: a tenth of the size of Python strings, and it sorts and compares."""
+def _text_codes(where: str, values: Any) -> Iterator[np.ndarray]:
+    """Text as fixed-width arrays of bytes: a tenth of the size of Python strings, and they sort and compare."""
     _, offsets, data = values.buffers()
     ends = np.frombuffer(offsets, dtype=np.int64)[values.offset : values.offset + len(values) + 1]
     lengths = np.diff(ends)
-    width = max(int(lengths.max()), 1)
     letters = np.frombuffer(data or b"", dtype=np.uint8)[ends[0] : ends[-1]]
+    ends = ends - ends[0]
+    last = ends[1:][lengths > 0] - 1
+    if not letters[last].all():
+        row = int(np.flatnonzero(lengths > 0)[letters[last] == 0][0])
+        raise _ends_in_nul(where, letters[ends[row] : ends[row + 1]].tobytes())
+    for part in parts_of(lengths):
+        yield _padded(letters[ends[part.start] : ends[part.stop]], lengths[part])
+
+
+def _padded(letters: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    width = max(int(lengths.max()), 1)
     if len(letters) == len(lengths) * width:
         return letters.view(f"S{width}")
     out = np.zeros((len(lengths), width), dtype=np.uint8)
@@ -263,8 +315,23 @@ def _text_codes(values: Any) -> np.ndarray:
     return out.view(f"S{width}")[:, 0]
 
 
+def _ends_in_nul(where: str, text: bytes) -> CompareError:
+    """Arrays of bytes do not tell such a text from the one without."""
+    return CompareError(
+        f"{where}: got {text[-40:].decode(errors='replace')!r}, which ends in the character NUL; write it without"
+    )
+
+
+def _fits(where: str, rows: int, width: int) -> None:
+    """Of columns that are held as text: each row takes the room of the longest."""
+    if rows * width > HELD:
+        raise CompareError(
+            f"{where}: got a text of {width} bytes, expected at most {HELD // rows} for {rows} rows; shorten it"
+        )
+
+
 class _CSV:
-    """Columns of a CSV file, read whole and handed out once."""
+    """Columns of a CSV file, read whole, as arrays of bytes with some rows each, and handed out once."""
 
     def __init__(self, path: Path, names: Mapping[str, str]) -> None:
         try:
@@ -276,7 +343,7 @@ class _CSV:
                 if compare_quotes.holds_numbers(header):
                     raise CompareError(f"{path} line 1: the header goes on over rows; {compare_quotes.REMEDY}")
                 self.columns = _wanted(path, header, names, _renamed(names))
-                parts = list(_csv_chunks(path, reader, header, [names[c] for c in self.columns]))
+                parts = list(_csv_chunks(path, reader, header, {c: names[c] for c in self.columns}))
         except UnicodeDecodeError as error:
             raise CompareError(
                 f"{path}: not UTF-8 text ({error}); parquet files end in .parquet, packed CSV files in .gz"
@@ -287,17 +354,27 @@ class _CSV:
             raise CompareError(f"{path} line {line}: not a CSV file ({error}); {compare_quotes.REMEDY}") from None
         except (zlib.error, EOFError, gzip.BadGzipFile) as error:
             raise CompareError(f"{path}: not a CSV file ({error})") from None
-        self.path = path
-        self.rows = sum(len(part[0]) for part in parts)
-        self._parts = {c: [part[i] for part in parts] for i, c in enumerate(self.columns)}
+        self.path, self.names = path, names
+        self._parts = {c: [array for part in parts for array in part[i]] for i, c in enumerate(self.columns)}
+        self.rows = sum(map(len, self._parts["label"]))
 
     def read(self, column: str) -> np.ndarray:
-        return _from_text(self.path, column, np.concatenate(self._parts.pop(column)))
+        where, parts = f"{self.path}: {called(column, self.names)}", self._parts.pop(column)
+        values = _from_text(where, column, parts)
+        if values is None:
+            _fits(where, self.rows, max(part.dtype.itemsize for part in parts))
+            return np.concatenate(parts)
+        return values
 
     def ids(self) -> np.ndarray | Callable[[], Iterator[np.ndarray]]:
         """Integers, or what gives the blocks of text."""
-        ids = self.read("id")
-        return partial(blocks_of, ids) if ids.dtype.kind == "S" else ids
+        parts = self._parts.pop("id")
+        values = _from_text(f"{self.path}: {called('id', self.names)}", "id", parts)
+        return partial(_blocks_of_parts, parts) if values is None else values
+
+
+def _blocks_of_parts(parts: list[np.ndarray]) -> Iterator[np.ndarray]:
+    return itertools.chain.from_iterable(map(blocks_of, parts))
 
 
 def _opened(path: Path) -> TextIO:
@@ -307,9 +384,12 @@ def _opened(path: Path) -> TextIO:
     return path.open(newline="", encoding="utf-8-sig")
 
 
-def _csv_chunks(path: Path, reader: Any, header: list[str], wanted: list[str]) -> Iterator[list[np.ndarray]]:
+def _csv_chunks(
+    path: Path, reader: Any, header: list[str], names: Mapping[str, str]
+) -> Iterator[list[list[np.ndarray]]]:
     """Wanted columns as byte strings, some rows at a time."""
-    positions = [header.index(name) for name in wanted]
+    wanted = list(names.values())
+    places = {f"{path}: {called(column, names)}": header.index(name) for column, name in names.items()}
     line = reader.line_num + 1
     while rows := list(itertools.islice(reader, CHUNK)):
         wrong = next((i for i, row in enumerate(rows) if row and len(row) != len(header)), None)
@@ -319,8 +399,22 @@ def _csv_chunks(path: Path, reader: Any, header: list[str], wanted: list[str]) -
             raise CompareError(f"{path} line {at}: {len(rows[wrong])} columns, expected {len(header)}{hint}")
         if reader.line_num - line + 1 != len(rows):
             _check_line_breaks(path, line, rows, header, wanted)
-        yield [np.array([row[p].strip().encode() for row in rows if row], dtype=bytes) for p in positions]
+        yield [
+            list(_byte_arrays(where, [row[place].strip().encode() for row in rows if row]))
+            for where, place in places.items()
+        ]
         line = reader.line_num + 1
+
+
+def _byte_arrays(where: str, texts: list[bytes]) -> Iterator[np.ndarray]:
+    lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+    for part in parts_of(lengths):
+        array = np.array(texts[part], dtype=bytes)
+        if np.count_nonzero(array.view(np.uint8)) != lengths[part].sum():  # some hold NUL
+            for text in texts[part]:
+                if text.endswith(b"\0"):
+                    raise _ends_in_nul(where, text)
+        yield array
 
 
 def _check_line_breaks(path: Path, line: int, rows: list[list[str]], header: list[str], wanted: list[str]) -> None:
@@ -333,20 +427,35 @@ def _check_line_breaks(path: Path, line: int, rows: list[list[str]], header: lis
         )
 
 
-def _from_text(path: Path, column: str, text: np.ndarray) -> np.ndarray:
+def _from_text(where: str, column: str, parts: list[np.ndarray]) -> np.ndarray | None:
+    """A column's numbers; None where it is text."""
     if column in NUMBERS:
-        return _numbers(path, column, text)
-    empty = int((text == b"").sum())
+        starts = itertools.accumulate(map(len, parts), initial=0)
+        return np.concatenate([_numbers(where, part, start) for part, start in zip(parts, starts)])
+    empty = sum(int((part == b"").sum()) for part in parts)
     if empty:
-        raise CompareError(f"{path}: column {column}: {empty} of {len(text)} values are missing")
+        raise CompareError(
+            f"{where}: {empty} of {sum(map(len, parts))} values are missing; fill them in, or leave the rows out"
+        )
     for kind in (np.int64, np.float64) if column == "time" else (np.int64,):
+        found = _converted(parts, kind, exact=column != "time")
+        if found is not None:
+            return found
+    return None
+
+
+def _converted(parts: list[np.ndarray], kind: type, *, exact: bool) -> np.ndarray | None:
+    """As numbers, where all of them are: exactly as Python would write them, if asked."""
+    found = []
+    for part in parts:
         try:
-            values = text.astype(kind)
+            values = part.astype(kind)
         except (ValueError, OverflowError):
-            continue
-        if column == "time" or np.array_equal(values.astype(text.dtype), text):
-            return values
-    return text
+            return None
+        if exact and not np.array_equal(values.astype(part.dtype), part):
+            return None
+        found.append(values)
+    return np.concatenate(found)
 
 
 def _moments(where: str, text: np.ndarray) -> np.ndarray:
@@ -372,7 +481,7 @@ def _moments(where: str, text: np.ndarray) -> np.ndarray:
     raise CompareError(f"{where}: its values are no times")
 
 
-def _numbers(path: Path, column: str, text: np.ndarray) -> np.ndarray:
+def _numbers(where: str, text: np.ndarray, start: int) -> np.ndarray:
     try:
         return text.astype(np.float64)
     except ValueError:
@@ -382,20 +491,21 @@ def _numbers(path: Path, column: str, text: np.ndarray) -> np.ndarray:
             float(value)
         except ValueError:
             raise CompareError(
-                f"{path}: column {column}: got {value.decode()!r} in row {row + 1}, expected a number"
+                f"{where}: got {value.decode()!r} in row {start + row + 1}, expected a number; write one, or leave the "
+                "row out"
             ) from None
-    raise CompareError(f"{path}: column {column}: its values are no numbers")
+    raise CompareError(f"{where}: its values are no numbers")
 
 
 def _problems(column: str, name: str, values: np.ndarray) -> list[str]:
-    """Values outside the column's range, with counts and the first row of each kind."""
+    """Values outside the range of the column, called `name`, with counts and the first row of each kind."""
     problems = []
 
     def count(bad: np.ndarray, what: str) -> None:
         if bad.any():
             first = int(bad.argmax())
             number = int(bad.sum())
-            problems.append(f"column {name}: {number} of {len(bad)} values {what} (row {first + 1}: {values[first]})")
+            problems.append(f"{name}: {number} of {len(bad)} values {what} (row {first + 1}: {values[first]})")
 
     if column == "prediction":
         count(np.isnan(values), "are NaN or missing")

@@ -22,6 +22,8 @@ BLOCK = 1 << 16
 """Rows that are read, mixed or compared at a time."""
 PIECE = 1 << 28
 """Bytes of text held at a time while texts are compared."""
+PADDED = 1 << 25
+"""Bytes of texts that are read at a time, each taken to be as long as the longest of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +94,8 @@ class TextIds:
             for block in other.texts():
                 rows = mine[start : start + len(block)] - first
                 here = np.flatnonzero((rows >= 0) & (rows < len(texts)))
-                rows = rows[here]
-                found[first + rows] = texts[rows] == block[here]
+                for part in _equal_parts(here, max(texts.dtype.itemsize, block.dtype.itemsize)):
+                    found[first + rows[part]] = texts[rows[part]] == block[part]
                 start += len(block)
             first += len(texts)
             del texts  # before the next piece is read
@@ -114,6 +116,22 @@ class TextIds:
             piece[end : end + len(block)] = block
             end += len(block)
         yield piece[:end]
+
+
+def parts_of(lengths: np.ndarray, first: int = 0) -> Iterator[slice]:
+    """Rows from `first` on in halves of halves, down to parts that fill `PADDED` at most, or to one row."""
+    rows = len(lengths)
+    if rows > 1 and rows * int(lengths.max()) > PADDED:
+        yield from parts_of(lengths[: rows // 2], first)
+        yield from parts_of(lengths[rows // 2 :], first + rows // 2)
+    elif rows:
+        yield slice(first, first + rows)
+
+
+def _equal_parts(rows: np.ndarray, width: int) -> Iterator[np.ndarray]:
+    """Some rows at a time, whose texts of this width fill `PADDED` at most."""
+    step = max(PADDED // width, 1)
+    return (rows[start : start + step] for start in range(0, len(rows), step))
 
 
 def blocks_of(values: np.ndarray) -> Iterator[np.ndarray]:

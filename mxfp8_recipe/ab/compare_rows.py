@@ -7,11 +7,12 @@ text it holds eight bytes each (`compare_ids`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from mxfp8_recipe.ab.compare_files import CompareError, PredictionFile, Predictions
+from mxfp8_recipe.ab.compare_files import CompareError, PredictionFile, Predictions, called
 from mxfp8_recipe.ab.compare_ids import BLOCK, TextIds, blocks_of, mixed
 
 EXAMPLES = 3
@@ -43,6 +44,7 @@ class _Keys:
     path: object
     id: np.ndarray | TextIds | None
     seed: np.ndarray | None
+    names: Mapping[str, str]
 
     def __len__(self) -> int:
         return 0 if self.id is None else len(self.id)
@@ -59,11 +61,23 @@ def align(first: PredictionFile, others: list[PredictionFile]) -> Aligned:
         notes += _add(rows, other)
     rows.id = None
     seeds = _sort(rows)
+    _check_weights(first, rows, seeds)
     segments: list[str] = []
     if rows.segment is not None:
         names, codes = np.unique(rows.segment, return_inverse=True)
         rows.segment, segments = codes.astype(np.int32), [_name(n) for n in names]
     return Aligned(rows, [str(f.path) for f in (first, *others)], seeds, segments, notes)
+
+
+def _check_weights(first: PredictionFile, rows: Predictions, seeds: dict[str, slice]) -> None:
+    """Each training needs a row that counts."""
+    idle = [] if rows.weight is None else [seed for seed, where in seeds.items() if not rows.weight[where].any()]
+    if idle:
+        of = f" of seed {', '.join(idle[:EXAMPLES])}" if "seed" in first.columns else ""
+        raise CompareError(
+            f"{first.where('weight')}: all values{of} are 0, so that no row counts; give weights, or leave the column "
+            "or these rows out"
+        )
 
 
 def _add(rows: Predictions, other: PredictionFile) -> list[str]:
@@ -97,8 +111,10 @@ def _matched(rows: Predictions, other: PredictionFile) -> tuple[np.ndarray | Non
         if seed is not None:
             _same(rows, "seed", seed, other)
         return None, []
-    here = _Keys(rows.path, rows.id, rows.seed)
-    there = _Keys(other.path, other.read_ids(), other.read("seed"))
+    here = _Keys(rows.path, rows.id, rows.seed, rows.names)
+    there = _Keys(other.path, other.read_ids(), other.read("seed"), other.names)
+    _check_signs("id", here, there, here.id, there.id)
+    _check_signs("seed", here, there, here.seed, there.seed)
     if isinstance(here.id, TextIds) or isinstance(there.id, TextIds):
         here.id, there.id = _text(here.id), _text(there.id)
     place = _places(here, there)
@@ -110,6 +126,19 @@ def _matched(rows: Predictions, other: PredictionFile) -> tuple[np.ndarray | Non
     return _join(rows, here, there, place, found)
 
 
+def _check_signs(column: str, here: _Keys, there: _Keys, mine: object, others: object) -> None:
+    """Rows are joined on 64 bits, which integers from 2^63 on share with negative ones."""
+    for a, b in ((mine, others), (others, mine)):
+        if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
+            continue
+        if a.dtype == np.uint64 and b.dtype.kind == "i" and a.max() >= 1 << 63 and b.min() < 0:
+            types = [v.dtype for v in (mine, others) if isinstance(v, np.ndarray)]
+            raise CompareError(
+                f"{there.path}: {called(column, there.names)}: got values of type {types[1]}, expected {types[0]} as "
+                f"in {here.path}: some are negative in one and from 2^63 on in the other; cast one to the other's type"
+            )
+
+
 def _join(
     rows: Predictions, here: _Keys, there: _Keys, place: np.ndarray, found: np.ndarray
 ) -> tuple[np.ndarray, list[str]]:
@@ -117,7 +146,8 @@ def _join(
     if not found.any():
         here_ids, there_ids = _names(here, np.arange(len(here))), _names(there, np.arange(len(there)))
         raise CompareError(
-            f"{there.path}: none of its {len(there)} rows is in {here.path}: {there_ids}; there: {here_ids}"
+            f"{there.path}: none of its {len(there)} rows is in {here.path}: {there_ids}; there: {here_ids}; write "
+            "ids alike in both, or say --column id=NAME for another column"
         )
     notes = []
     if not found.all():
@@ -177,7 +207,7 @@ def _sorted(found: _Keys, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         repeats = np.unique(keys[again])
         examples = np.array([order[keys == key].min() for key in repeats[: EXAMPLES + 1]])
         raise CompareError(
-            f"{found.path}: column id: {len(repeats)} ids occur more than once, such as "
+            f"{found.path}: {called('id', found.names)}: {len(repeats)} ids occur more than once, such as "
             f"{_names(found, examples)}; expected one row an id"
             + (" and seed" if found.seed is not None else "; a seed column tells trainings apart")
         )
@@ -256,10 +286,10 @@ def _same(rows: Predictions, column: str, values: np.ndarray, other: PredictionF
         differ = differ[~np.isclose(mine[differ], values[differ], rtol=1e-6, atol=0)]
     if len(differ):
         row = int(differ[0])
-        [where] = _where(_Keys(rows.path, rows.id, rows.seed), differ[:1])
+        [where] = _where(_Keys(rows.path, rows.id, rows.seed, rows.names), differ[:1])
         remedy = "are these the same rows?" if rows.id is not None else "add an id column if rows differ in order"
         raise CompareError(
-            f"{other.path}: column {column}: {len(differ)} of {len(rows)} values differ from {rows.path}, first at "
+            f"{other.where(column)}: {len(differ)} of {len(rows)} values differ from {rows.path}, first at "
             f"{where}: {_name(values[row])} instead of {_name(mine[row])}; "
             f"{remedy}"
         )
