@@ -11,6 +11,7 @@ import torch
 
 import mxfp8_recipe
 from mxfp8_recipe.monitors import metrics as M
+from mxfp8_recipe.monitors import ranking
 from mxfp8_recipe.monitors.student_t import cdf, quantile
 
 P = torch.tensor([0.02, 0.10, 0.35, 0.35, 0.80, 0.05, 0.61, 0.01], dtype=torch.float64)
@@ -199,6 +200,28 @@ def test_calibration_curve_bins_hold_equal_counts_and_the_totals():
 def test_student_t(probability, df, expected):
     assert quantile(probability, df) == pytest.approx(expected, rel=1e-9)
     assert cdf(expected, df) == pytest.approx(probability, rel=1e-9)
+
+
+@pytest.mark.parametrize("levels", [7, 10**9])
+def test_a_known_order_changes_no_bit(levels):
+    """One sort serves AUC, ECE and the curve; tied predictions and rows of weight 0 are among them."""
+    generator = torch.Generator().manual_seed(0)
+    p = (torch.rand(3 * ranking.CHUNK // 2, generator=generator, dtype=torch.float64) * levels).round() / levels
+    y, w = torch.rand(2, len(p), generator=generator, dtype=torch.float64)
+    w[::5] = 0
+    order = p.argsort(stable=True)
+    for metric in (M.auc, M.expected_calibration_error):
+        assert torch.equal(metric(p, y, w, order=order), metric(p, y, w))
+    assert M.calibration_curve(p, y, w, order=order) == M.calibration_curve(p, y, w)
+    # In one piece and in the order of rows, as the definitions have it.
+    _, score = p.unique(return_inverse=True)
+    above, below = (torch.bincount(score, w * of) for of in (y, 1 - y))
+    pairs = (above * (below.cumsum(0) - below + below / 2)).sum()
+    assert torch.equal(M.auc(p, y, w), pairs / (above.sum() * below.sum()))
+    kept = w > 0
+    excess = (w * (p - y))[kept][p[kept].argsort(stable=True)]
+    ece = torch.stack([part.sum().abs() for part in excess.tensor_split(100)]).sum() / w[kept].sum()
+    assert torch.equal(M.expected_calibration_error(p, y, w), ece)
 
 
 @pytest.mark.parametrize(

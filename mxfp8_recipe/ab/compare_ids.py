@@ -13,6 +13,7 @@ file are then reported as one id that occurs twice; a row of one file is never t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -44,7 +45,7 @@ class TextIds:
     def of(cls, blocks: Callable[[], Iterator[np.ndarray]], rows: int) -> TextIds:
         """Of all rows of a file, which is read once."""
         bits, start = np.empty(rows, dtype=np.int64), 0
-        for texts in blocks():
+        for texts in _ahead(blocks()):
             bits[start : start + len(texts)] = mixed(texts)
             start += len(texts)
         return cls(blocks=blocks, bits=bits)
@@ -91,7 +92,7 @@ class TextIds:
         found, first = np.zeros(len(self), dtype=bool), 0
         for texts in self._pieces():
             start = 0
-            for block in other.texts():
+            for block in _ahead(other.texts()):
                 rows = mine[start : start + len(block)] - first
                 here = np.flatnonzero((rows >= 0) & (rows < len(texts)))
                 for part in _equal_parts(here, max(texts.dtype.itemsize, block.dtype.itemsize)):
@@ -132,6 +133,15 @@ def _equal_parts(rows: np.ndarray, width: int) -> Iterator[np.ndarray]:
     """Some rows at a time, whose texts of this width fill `PADDED` at most."""
     step = max(PADDED // width, 1)
     return (rows[start : start + step] for start in range(0, len(rows), step))
+
+
+def _ahead(blocks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    """The same blocks; a thread of its own reads the next one while one is worked on."""
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(next, blocks, None)
+        while (block := following.result()) is not None:
+            following = pool.submit(next, blocks, None)
+            yield block
 
 
 def blocks_of(values: np.ndarray) -> Iterator[np.ndarray]:
