@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mxfp8_recipe.ab import compare_columns
 from mxfp8_recipe.ab.compare_files import CompareError, PredictionFile
 
 pa = pytest.importorskip("pyarrow")
@@ -230,6 +231,25 @@ def test_a_text_that_ends_in_nul_is_not_the_one_without(tmp_path, column):
             csv_file(tmp_path, f"label,prediction,{column}\n0,0.5,r1\n1,0.5,{ending}\n").read_all()
     inside = f"label,prediction,{column}\n0,0.5,r\0001\n1,0.5,r\n"
     assert np.asarray(csv_file(tmp_path, inside).read(column)).tolist() == [b"r\x001", b"r"]
+
+
+@pytest.mark.parametrize("column", ["segment", "seed"])
+def test_a_name_too_long_to_be_held_for_every_row(tmp_path, monkeypatch, column):
+    monkeypatch.setattr(compare_columns, "HELD", 100)
+    for long, told in ((50, False), (51, True)):
+        names = ["a", "x" * long]
+        text = "".join(f"{i},0.5,{name}\n" for i, name in enumerate(names))
+        for file in (
+            csv_file(tmp_path, f"label,prediction,{column}\n{text}"),
+            parquet_file(tmp_path, **{column: pa.array(names)}),
+        ):
+            if not told:
+                assert np.asarray(file.read(column)).tolist() == [name.encode() for name in names]
+                continue
+            with pytest.raises(
+                CompareError, match=f"column {column}: got a text of 51 bytes, expected at most 50 for 2"
+            ):
+                file.read(column)
 
 
 @pytest.mark.parametrize(

@@ -17,34 +17,26 @@ Text that is an integer as Python would write it is that integer; any other, suc
 
 from __future__ import annotations
 
-import csv
-import difflib
-import gzip
-import itertools
 import warnings
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
-from mxfp8_recipe.ab import compare_quotes
-from mxfp8_recipe.ab.compare_ids import BLOCK, TextIds, blocks_of, parts_of
-
-NEEDED = ("label", "prediction")
-NUMBERS = ("label", "prediction", "weight")
-OPTIONAL = ("weight", "time", "segment", "seed", "id")
-COLUMNS = (*NEEDED, *OPTIONAL)
-CHUNK = 200_000
-HELD = 1 << 30
-"""Bytes of a column of text, such as segments, that is held whole."""
-
-
-class CompareError(ValueError):
-    """Files that cannot be compared; the message says file, column, got, expected and remedy."""
+from mxfp8_recipe.ab.compare_columns import (
+    COLUMNS,
+    NUMBERS,
+    CompareError,
+    called,
+    check_fits,
+    ends_in_nul,
+    wanted_columns,
+)
+from mxfp8_recipe.ab.compare_csv import CSVColumns
+from mxfp8_recipe.ab.compare_ids import BLOCK, TextIds, parts_of
 
 
 @dataclass
@@ -100,8 +92,8 @@ class PredictionFile:
             raise CompareError(f"{path}: no such file")
         self.path = path
         self.names = {c: (names or {}).get(c, c) for c in COLUMNS}
-        source = _Parquet if path.suffix.lower() in (".parquet", ".pq") else _CSV
-        self._source: _Parquet | _CSV = source(path, self.names)
+        source = _Parquet if path.suffix.lower() in (".parquet", ".pq") else CSVColumns
+        self._source: _Parquet | CSVColumns = source(path, self.names)
         self.columns, self.rows = self._source.columns, self._source.rows
         if not self.rows:
             raise CompareError(f"{path}: it has no rows")
@@ -144,34 +136,6 @@ class PredictionFile:
         return values
 
 
-def called(column: str, names: Mapping[str, str]) -> str:
-    """A column under the name that it has in the file."""
-    name = names.get(column, column)
-    return f"column {name}" if name == column else f"column {name} ({column})"
-
-
-def _wanted(path: Path, header: Sequence[str], names: Mapping[str, str], asked: set[str]) -> list[str]:
-    """Columns of the table that the file has; missing ones that are needed, or were named by the user, are errors."""
-    missing = [c for c in COLUMNS if names[c] not in header and (c in NEEDED or c in asked)]
-    if missing:
-        near = [n for c in missing for n in difflib.get_close_matches(names[c], header, n=2, cutoff=0.5)]
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
-        if len(header) == 1 and any(mark in header[0] for mark in ";\t|"):
-            hint = ", where columns are expected to be parted by commas."
-        raise CompareError(
-            f"{path}: no column {', '.join(repr(names[c]) for c in missing)}; it has {', '.join(header)}{hint} "
-            f"Say --column {missing[0]}=NAME for another name"
-        )
-    double = [names[c] for c in COLUMNS if header.count(names[c]) > 1]
-    if double:
-        raise CompareError(f"{path}: column {', '.join(map(repr, double))} is there more than once; leave one in")
-    return [c for c in COLUMNS if names[c] in header]
-
-
-def _renamed(names: Mapping[str, str]) -> set[str]:
-    return {c for c in COLUMNS if names[c] != c}
-
-
 class _Parquet:
     """Columns of a parquet file, some rows at a time, so that arrow holds next to nothing.
 
@@ -193,7 +157,7 @@ class _Parquet:
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise CompareError(f"{path}: not a parquet file ({_line(error)}); write it anew, or give CSV") from None
         self.path, self.names, self._errors = path, names, (pa.ArrowException, OSError, UnicodeDecodeError)
-        self.columns = _wanted(path, header, names, _renamed(names))
+        self.columns = wanted_columns(path, header, names)
         self.rows: int = self.file.metadata.num_rows
 
     def read(self, column: str) -> np.ndarray:
@@ -202,7 +166,7 @@ class _Parquet:
             if start == 0:
                 found = np.empty(self.rows, dtype=block.dtype)
             if block.dtype.kind == "S":
-                _fits(f"{self.path}: {called(column, self.names)}", self.rows, block.dtype.itemsize)
+                check_fits(f"{self.path}: {called(column, self.names)}", self.rows, block.dtype.itemsize)
             if block.dtype.itemsize > found.dtype.itemsize:
                 found = found.astype(block.dtype)  # text that is longer than all before it
             found[start : start + len(block)] = block
@@ -301,7 +265,7 @@ def _text_codes(where: str, values: Any) -> Iterator[np.ndarray]:
     last = ends[1:][lengths > 0] - 1
     if not letters[last].all():
         row = int(np.flatnonzero(lengths > 0)[letters[last] == 0][0])
-        raise _ends_in_nul(where, letters[ends[row] : ends[row + 1]].tobytes())
+        raise ends_in_nul(where, letters[ends[row] : ends[row + 1]].tobytes())
     for part in parts_of(lengths):
         yield _padded(letters[ends[part.start] : ends[part.stop]], lengths[part])
 
@@ -313,149 +277,6 @@ def _padded(letters: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     out = np.zeros((len(lengths), width), dtype=np.uint8)
     out[np.arange(width) < lengths[:, None]] = letters
     return out.view(f"S{width}")[:, 0]
-
-
-def _ends_in_nul(where: str, text: bytes) -> CompareError:
-    """Arrays of bytes do not tell such a text from the one without."""
-    return CompareError(
-        f"{where}: got {text[-40:].decode(errors='replace')!r}, which ends in the character NUL; write it without"
-    )
-
-
-def _fits(where: str, rows: int, width: int) -> None:
-    """Of columns that are held as text: each row takes the room of the longest."""
-    if rows * width > HELD:
-        raise CompareError(
-            f"{where}: got a text of {width} bytes, expected at most {HELD // rows} for {rows} rows; shorten it"
-        )
-
-
-class _CSV:
-    """Columns of a CSV file, read whole, as arrays of bytes with some rows each, and handed out once."""
-
-    def __init__(self, path: Path, names: Mapping[str, str]) -> None:
-        try:
-            with _opened(path) as file:
-                reader = csv.reader(file, strict=True)
-                header = [name.strip() for name in next(reader, [])]
-                if not header:
-                    raise CompareError(f"{path}: its first line is empty, expected a header with {', '.join(NEEDED)}")
-                if compare_quotes.holds_numbers(header):
-                    raise CompareError(f"{path} line 1: the header goes on over rows; {compare_quotes.REMEDY}")
-                self.columns = _wanted(path, header, names, _renamed(names))
-                parts = list(_csv_chunks(path, reader, header, {c: names[c] for c in self.columns}))
-        except UnicodeDecodeError as error:
-            raise CompareError(
-                f"{path}: not UTF-8 text ({error}); parquet files end in .parquet, packed CSV files in .gz"
-            ) from None
-        except csv.Error as error:
-            with _opened(path) as file:
-                line = compare_quotes.broken_line(file)
-            raise CompareError(f"{path} line {line}: not a CSV file ({error}); {compare_quotes.REMEDY}") from None
-        except (zlib.error, EOFError, gzip.BadGzipFile) as error:
-            raise CompareError(f"{path}: not a CSV file ({error})") from None
-        self.path, self.names = path, names
-        self._parts = {c: [array for part in parts for array in part[i]] for i, c in enumerate(self.columns)}
-        self.rows = sum(map(len, self._parts["label"]))
-
-    def read(self, column: str) -> np.ndarray:
-        where, parts = f"{self.path}: {called(column, self.names)}", self._parts.pop(column)
-        values = _from_text(where, column, parts)
-        if values is None:
-            _fits(where, self.rows, max(part.dtype.itemsize for part in parts))
-            return np.concatenate(parts)
-        return values
-
-    def ids(self) -> np.ndarray | Callable[[], Iterator[np.ndarray]]:
-        """Integers, or what gives the blocks of text."""
-        parts = self._parts.pop("id")
-        values = _from_text(f"{self.path}: {called('id', self.names)}", "id", parts)
-        return partial(_blocks_of_parts, parts) if values is None else values
-
-
-def _blocks_of_parts(parts: list[np.ndarray]) -> Iterator[np.ndarray]:
-    return itertools.chain.from_iterable(map(blocks_of, parts))
-
-
-def _opened(path: Path) -> TextIO:
-    """Text, unpacked where the name ends in .gz; a byte order mark is no part of the first name."""
-    if path.suffix.lower() == ".gz":
-        return gzip.open(path, "rt", newline="", encoding="utf-8-sig")
-    return path.open(newline="", encoding="utf-8-sig")
-
-
-def _csv_chunks(
-    path: Path, reader: Any, header: list[str], names: Mapping[str, str]
-) -> Iterator[list[list[np.ndarray]]]:
-    """Wanted columns as byte strings, some rows at a time."""
-    wanted = list(names.values())
-    places = {f"{path}: {called(column, names)}": header.index(name) for column, name in names.items()}
-    line = reader.line_num + 1
-    while rows := list(itertools.islice(reader, CHUNK)):
-        wrong = next((i for i, row in enumerate(rows) if row and len(row) != len(header)), None)
-        if wrong is not None:
-            at = line + sum(map(compare_quotes.lines_of, rows[:wrong]))
-            hint = f", over several lines; {compare_quotes.REMEDY}" if compare_quotes.lines_of(rows[wrong]) > 1 else ""
-            raise CompareError(f"{path} line {at}: {len(rows[wrong])} columns, expected {len(header)}{hint}")
-        if reader.line_num - line + 1 != len(rows):
-            _check_line_breaks(path, line, rows, header, wanted)
-        yield [
-            list(_byte_arrays(where, [row[place].strip().encode() for row in rows if row]))
-            for where, place in places.items()
-        ]
-        line = reader.line_num + 1
-
-
-def _byte_arrays(where: str, texts: list[bytes]) -> Iterator[np.ndarray]:
-    lengths = np.fromiter(map(len, texts), np.int64, len(texts))
-    for part in parts_of(lengths):
-        array = np.array(texts[part], dtype=bytes)
-        if np.count_nonzero(array.view(np.uint8)) != lengths[part].sum():  # some hold NUL
-            for text in texts[part]:
-                if text.endswith(b"\0"):
-                    raise _ends_in_nul(where, text)
-        yield array
-
-
-def _check_line_breaks(path: Path, line: int, rows: list[list[str]], header: list[str], wanted: list[str]) -> None:
-    """Rows from this line on, of which some go over several."""
-    found = compare_quotes.swallowing(rows, header, {n: header.index(n) for n in wanted}, wanted[: len(NEEDED)])
-    if found:
-        before, name = found
-        raise CompareError(
-            f"{path} line {line + before}: column {name}: got a text with line breaks; {compare_quotes.REMEDY}"
-        )
-
-
-def _from_text(where: str, column: str, parts: list[np.ndarray]) -> np.ndarray | None:
-    """A column's numbers; None where it is text."""
-    if column in NUMBERS:
-        starts = itertools.accumulate(map(len, parts), initial=0)
-        return np.concatenate([_numbers(where, part, start) for part, start in zip(parts, starts)])
-    empty = sum(int((part == b"").sum()) for part in parts)
-    if empty:
-        raise CompareError(
-            f"{where}: {empty} of {sum(map(len, parts))} values are missing; fill them in, or leave the rows out"
-        )
-    for kind in (np.int64, np.float64) if column == "time" else (np.int64,):
-        found = _converted(parts, kind, exact=column != "time")
-        if found is not None:
-            return found
-    return None
-
-
-def _converted(parts: list[np.ndarray], kind: type, *, exact: bool) -> np.ndarray | None:
-    """As numbers, where all of them are: exactly as Python would write them, if asked."""
-    found = []
-    for part in parts:
-        try:
-            values = part.astype(kind)
-        except (ValueError, OverflowError):
-            return None
-        if exact and not np.array_equal(values.astype(part.dtype), part):
-            return None
-        found.append(values)
-    return np.concatenate(found)
 
 
 def _moments(where: str, text: np.ndarray) -> np.ndarray:
@@ -479,22 +300,6 @@ def _moments(where: str, text: np.ndarray) -> np.ndarray:
                     f"{where}: got {got!r} in row {row + 1}, expected a number or ISO 8601 such as 2024-05-31T13:00:00"
                 ) from None
     raise CompareError(f"{where}: its values are no times")
-
-
-def _numbers(where: str, text: np.ndarray, start: int) -> np.ndarray:
-    try:
-        return text.astype(np.float64)
-    except ValueError:
-        pass
-    for row, value in enumerate(text):
-        try:
-            float(value)
-        except ValueError:
-            raise CompareError(
-                f"{where}: got {value.decode()!r} in row {start + row + 1}, expected a number; write one, or leave the "
-                "row out"
-            ) from None
-    raise CompareError(f"{where}: its values are no numbers")
 
 
 def _problems(column: str, name: str, values: np.ndarray) -> list[str]:
