@@ -262,32 +262,32 @@ class _RowsMetric(_Windowed):
         raise NotImplementedError
 
 
-class AUC(_RowsMetric):
-    """Exact streaming `auc`."""
-
+class _AUC(_Windowed):
     higher_is_better = True
 
     def _value(self, p: Tensor, y: Tensor, w: Tensor) -> Tensor:
         return auc(p, y, w)
 
 
-def _at_least_one(bins: int) -> int:
-    if bins < 1:
-        raise ValueError(f"bins: got {bins}, expected at least 1")
-    return bins
-
-
-class ECE(_RowsMetric):
-    """Exact streaming `expected_calibration_error` in `bins` bins of equal count."""
-
+class _ECE(_Windowed):
     higher_is_better = False
 
     def __init__(self, num_tasks: int = 1, *, bins: int = 100, **kwargs: Any) -> None:
         super().__init__(num_tasks, **kwargs)
-        self.bins = _at_least_one(bins)
+        if bins < 1:
+            raise ValueError(f"bins: got {bins}, expected at least 1")
+        self.bins = bins
 
     def _value(self, p: Tensor, y: Tensor, w: Tensor) -> Tensor:
         return expected_calibration_error(p, y, w, bins=self.bins)
+
+
+class AUC(_AUC, _RowsMetric):
+    """Exact streaming `auc`."""
+
+
+class ECE(_ECE, _RowsMetric):
+    """Exact streaming `expected_calibration_error` in `bins` bins of equal count."""
 
 
 class _SegmentedMetric(_Windowed):
@@ -394,26 +394,12 @@ class _SegmentedRows(_Windowed):
         raise NotImplementedError
 
 
-class SegmentedAUC(_SegmentedRows):
+class SegmentedAUC(_AUC, _SegmentedRows):
     """Exact streaming `auc` of each segment."""
 
-    higher_is_better = True
 
-    def _value(self, p: Tensor, y: Tensor, w: Tensor) -> Tensor:
-        return auc(p, y, w)
-
-
-class SegmentedECE(_SegmentedRows):
+class SegmentedECE(_ECE, _SegmentedRows):
     """Exact streaming `expected_calibration_error` of each segment, in `bins` bins of equal count."""
-
-    higher_is_better = False
-
-    def __init__(self, num_tasks: int = 1, *, bins: int = 100, **kwargs: Any) -> None:
-        super().__init__(num_tasks, **kwargs)
-        self.bins = _at_least_one(bins)
-
-    def _value(self, p: Tensor, y: Tensor, w: Tensor) -> Tensor:
-        return expected_calibration_error(p, y, w, bins=self.bins)
 
 
 class FieldRCE(_SegmentedMetric):
