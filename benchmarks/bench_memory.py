@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -74,20 +75,22 @@ def time_graph(runs: list[Run]) -> tuple[float, float, float]:
     return times[len(times) // 2], times[len(times) // 10], times[-1 - len(times) // 10]
 
 
-def copies(nbytes: float) -> list[Run]:
-    """Copies that read and write `nbytes` in total, over three pairs of buffers."""
+def copies(nbytes: float, between: int) -> list[Run]:
+    """Copies that read and write `nbytes` in total, over three pairs of buffers, `between` bytes from one to the other
+    of a pair.
+    """
     size = int(nbytes / 2) // 16 * 16
-    pairs = [tuple(torch.empty(size, dtype=torch.uint8, device="cuda").fill_(i) for _ in range(2)) for i in range(3)]
-    return [lambda a=a, b=b: b.copy_(a) for a, b in pairs]
+    both = [torch.full((2 * size + between,), i, dtype=torch.uint8, device="cuda") for i in range(3)]
+    return [lambda x=x: x[size + between :].copy_(x[:size]) for x in both]
 
 
 def time_copy(nbytes: int) -> tuple[float, float, float]:
-    """The ceiling. Some sizes put source and target on the same memory channels and copy at 0.65 of the usual rate, so
-    larger copies, scaled, are timed too and the fastest one counts.
+    """The ceiling. Some distances put source and target on the same memory channels, and they copy at 0.65 of the usual
+    rate; so larger copies, scaled, and buffers apart are timed too and the fastest one counts.
     """
     found = []
-    for larger in (1.0, 17 / 16, 9 / 8, 5 / 4):
-        median, low, high = time_graph(copies(nbytes * larger))
+    for larger, between in itertools.product((1.0, 17 / 16, 9 / 8), (0, 80 * 2**10, 3 * 2**20)):
+        median, low, high = time_graph(copies(nbytes * larger, between))
         found.append((median / larger, low / larger, high / larger))
     return min(found)
 
