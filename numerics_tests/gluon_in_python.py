@@ -213,7 +213,7 @@ def nothing(*args: Any) -> None:
 REPLACED = {
     "mbarrier": mbarrier, "tma_load": tma_load, "barrier": nothing, "fence_async_shared": nothing,
     "reinterpret": lambda smem, dtype, shape, layout: Shared(smem.values.view(shape)), "anchored": lambda x: x,
-    "warpgroup_mma_init": lambda x: x,
+    "warpgroup_mma_init": lambda x: x, "gdc_wait": nothing, "gdc_launch_dependents": nothing,
 }  # fmt: skip
 
 

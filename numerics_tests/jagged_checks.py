@@ -219,6 +219,7 @@ def edge_checks(device: str) -> Iterator[Callable[[], None]]:
     if device == "cuda" and torch.cuda.get_device_capability() == (9, 0):
         for config in (GLUON, GLUON_IN_TURN):
             yield lambda config=config: isolation_check(device, WIDE, config)
+            yield lambda config=config: heads_check(device, config)
             yield lambda config=config: stride_check(device, WIDE, config)
         yield lambda: wanted_check(device, WIDE, biased=False)
         yield lambda: turns_check(device)
@@ -238,6 +239,18 @@ def isolation_check(device: str, case: JaggedCase = EDGE, config: jagged_launch.
         for name, before, after in zip(NAMES[:5], clean, run(dirty, None, config, scale=0.2)):
             assert torch.equal(before[others], after[others]), f"{name}: sample {index} changes others"
             assert not torch.equal(before[~others], after[~others]), f"{name}: nothing was poisoned"
+
+
+def heads_check(device: str, config: jagged_launch.Config) -> None:
+    """Whatever one head holds, the others get the same bits, also from a program that takes them after it."""
+    clean = run(jagged_cases.tensors(WIDE, dtype=BF16, device=device), None, config, scale=0.2)
+    for poison in (float("inf"), float("nan")):
+        dirty = jagged_cases.tensors(WIDE, dtype=BF16, device=device)
+        for x in (dirty.q, dirty.k, dirty.v, dirty.grad_out):
+            x[:, 0] = poison
+        for name, before, after in zip(NAMES[:5], clean, run(dirty, None, config, scale=0.2)):
+            assert torch.equal(before[:, 1:], after[:, 1:]), f"{name}: head 0 changes others"
+            assert not torch.equal(before[:, :1], after[:, :1]), f"{name}: nothing was poisoned"
 
 
 def stride_check(device: str, case: JaggedCase = EDGE, config: jagged_launch.Config = SMALL) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton defines the kernels")
 
-from fused.attention import jagged, jagged_hopper
+from fused.attention import _hopper_tiles, jagged, jagged_hopper
 from numerics_tests import gluon_in_python, jagged_checks
 from numerics_tests.jagged_checks import GLUON, GLUON_IN_TURN, WIDE
 
@@ -29,7 +29,8 @@ def launches() -> Iterator[list[str]]:
     def boxes(x: Tensor, shape: tuple[int, int], stride: int, *block: int) -> gluon_in_python.Descriptor:
         return gluon_in_python.Descriptor(x.as_strided(shape, (stride, 1)))
 
-    with mock.patch.multiple(jagged_hopper, launch=launch, _boxes=boxes, KEEP=True):
+    few = lambda device: (1, True)  # noqa: E731 - multiprocessors: so few that tiles are mixed
+    with mock.patch.multiple(jagged_hopper, launch=launch, _boxes=boxes, KEEP=True, processors=few):
         yield found
 
 
@@ -66,6 +67,23 @@ def test_samples_are_apart_and_strides_are_read(launches: list[str]) -> None:
     jagged_checks.isolation_check("cpu", WIDE, GLUON_IN_TURN)
     jagged_checks.stride_check("cpu", WIDE, GLUON)
     assert len(launches) == 18
+
+
+def test_heads_are_apart(launches: list[str]) -> None:
+    for config in (GLUON, GLUON_IN_TURN):
+        jagged_checks.heads_check("cpu", config)
+    assert len(launches) == 18
+
+
+@pytest.mark.parametrize("each", [1, 8])
+def test_mixed_tiles_are_all_tiles(each: int) -> None:
+    """Of any list, with any number of pairs that fits: the first half and the other in turn, the rest as it was."""
+    taken = gluon_in_python.plain(_hopper_tiles.mixed, {"gl": gluon_in_python.Gluon(0)}, {})
+    for tiles, pairs in ((1, 0), (2, 1), (5, 0), (5, 1), (5, 2), (12, 5), (12, 6)):
+        ranks = [int(taken(torch.tensor(rank), pairs, each)) for rank in range(tiles * each)]
+        half = torch.arange(2 * pairs).view(2, -1).T.flatten().tolist()
+        assert [rank // each for rank in ranks[::each]] == [*half, *range(2 * pairs, tiles)]
+        assert [rank % each for rank in ranks] == [*range(each)] * tiles
 
 
 def test_heads_in_turn_have_the_bits_of_heads_apart(launches: list[str]) -> None:

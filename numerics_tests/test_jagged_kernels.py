@@ -6,6 +6,8 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -120,6 +122,30 @@ def test_repeats_to_the_bit_in_a_cuda_graph() -> None:
     torch.cuda.synchronize()
     for e, r in zip(expected, replayed, strict=True):
         assert torch.equal(e, r)
+
+
+@pytest.mark.gpu
+def test_dkdv_waits_for_what_dq_writes() -> None:
+    """Its programs begin under the last of dQ's, and lse and delta there are nan until dQ has written them."""
+    from fused.attention import jagged, jagged_backward
+
+    q, k, v, do, offsets = batch(300, 512)
+    layout = offsets, offsets, 512, 512
+    out, lse = jagged.forward(q, k, v, *layout, None, scale=0.1)
+    args = do, q, k, v, out, lse, *layout, None
+    expected = jagged_backward.backward(*args, scale=0.1)
+    made = jagged_backward.Stats.of
+    kept: list[jagged_backward.Stats] = []
+
+    def spoilt(*sizes: Any) -> jagged_backward.Stats:
+        kept.extend([] if kept else [made(*sizes)])
+        kept[0].x.fill_(float("nan"))
+        return kept[0]
+
+    with mock.patch.object(jagged_backward.Stats, "of", spoilt):
+        for _ in range(30):
+            for e, a in zip(expected, jagged_backward.backward(*args, scale=0.1), strict=True):
+                assert torch.equal(e, a)
 
 
 @pytest.mark.gpu

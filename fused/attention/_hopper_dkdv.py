@@ -8,8 +8,12 @@ step before. As soon as that is done with its block the next one's copies begin,
 exponentials as P^T dO does under dS: sooner than behind S, and with 8 registers less than S and dP beside both sums in
 flight. What S takes, K and Q, has a barrier apart from V and dO. lse and delta come by a load a thread, two steps
 ahead: what threads read and TMA writes would take a fence a step, and copies that share a barrier are synchronized. Of
-a last block that has up to half a block of new queries, all in its second half, only that is computed. dV goes to
-shared memory under the last product, and both sums of a whole tile leave by TMA.
+a last block that has up to half a block of new queries, all in its second half, only that is computed. dV leaves under
+the last product, and both sums of a whole tile by TMA.
+
+A program begins and ends alone: from its schedule's entry to its first block, and under its last stores, only the other
+program of the multiprocessor multiplies. So the entry is read before the barriers are made ready and is kept, and tiles
+of long and of short samples are `mixed`. Programs are launched under the last ones of dQ, whose end they wait for.
 """
 
 from __future__ import annotations
@@ -24,10 +28,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_wait
 
-from ..gemm._gluon import barrier, tma_load, tma_store
-from ._hopper_tiles import entry_of, some_rows
-from ._tiles import anchored, block_start, stats_row
+from ..gemm._gluon import barrier, tma_load
+from ._hopper_tiles import entry_of, mixed, some_rows, store_rows
+from ._tiles import block_start, stats_row
 
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
@@ -91,35 +96,22 @@ def store_sums(
     dk_desc, dv_desc, dk_ptr, dv_ptr, dk, dv, scale, dk_smem, dv_smem, row, count, head,
     H: gl.constexpr, BM: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """The first `count` rows of both sums, dK still under way, through shared memory that nothing else uses, and on by
-    TMA if all rows are there.
-    """
+    """The first `count` rows of both sums, dK still under way, through shared memory that nothing else uses."""
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     dv_sum = warpgroup_mma_wait(1, deps=(dv,))
     barrier()
-    dv_smem.store(dv_sum.to(dv_ptr.dtype.element_ty))
+    store_rows(dv_desc, dv_ptr, dv_sum, dv_smem, row, count, H, head, BM, D, LINES)
     dk_sum = warpgroup_mma_wait(0, deps=(dk,))
-    dk_smem.store((dk_sum * scale).to(dk_ptr.dtype.element_ty))
-    fence_async_shared()
-    barrier()
-    if count >= BM:
-        tma_store(dv_desc, [row, head * D], dv_smem)
-        tma_store(dk_desc, [row, head * D], dk_smem)
-    else:
-        r = gl.arange(0, BM, gl.SliceLayout(1, LINES))[:, None]
-        c = gl.arange(0, D, gl.SliceLayout(0, LINES))[None, :]
-        at = (row.to(gl.int64) * H + head) * D + r.to(gl.int64) * (H * D) + c
-        gl.store(dv_ptr + at, dv_smem.load(LINES), mask=r < count)
-        gl.store(dk_ptr + at, dk_smem.load(LINES), mask=r < count)
+    store_rows(dk_desc, dk_ptr, dk_sum * scale, dk_smem, row, count, H, head, BM, D, LINES)
 
 
-@gluon.jit(do_not_specialize=["skipped", "QS8", "GS8", "TS", "LAST_AT"])
+@gluon.jit(do_not_specialize=["skipped", "pairs", "QS8", "GS8", "TS", "LAST_AT"])
 def dkdv_hopper_kernel(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, q_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, schedule_ptr,
-    skipped, QS8, GS8, TS, LAST_AT, scale, scale_log2,
+    skipped, pairs, QS8, GS8, TS, LAST_AT, scale, scale_log2,
     STAGES: gl.constexpr, H: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, SUB: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """A unit a program; arguments as `jagged_backward.dkdv_kernel`'s."""
+    """A unit a program, the first 2 `pairs` of tiles `mixed`; other arguments as `jagged_backward.dkdv_kernel`'s."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
@@ -127,6 +119,8 @@ def dkdv_hopper_kernel(
     HALF: gl.constexpr = BN // 2
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, HALF, 16])
     NARROW_COLUMN: gl.constexpr = gl.SliceLayout(0, NARROW)
+    rank = mixed(gl.program_id(0), pairs, H * SUB)
+    first, q0, Lq, k0, Lk, sample = entry_of(schedule_ptr, skipped, rank, H, SUB, BM)
     k_smem = gl.allocate_shared_memory(q_desc.dtype, [BM, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(q_desc.dtype, [BM, D], v_desc.layout)
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BN, D], q_desc.layout)
@@ -138,9 +132,8 @@ def dkdv_hopper_kernel(
         mbarrier.init(q_full.index(slot), count=1)
         mbarrier.init(do_full.index(slot), count=1)
     fence_async_shared()
-    rank = gl.program_id(0)
-    first, q0, Lq, k0, Lk, sample = entry_of(schedule_ptr, skipped, rank, H, SUB, BM)
     barrier()
+    gdc_wait()
     if first < Lk:
         head = rank % H
         long = Lq >= BN
@@ -188,9 +181,7 @@ def dkdv_hopper_kernel(
             grad = warpgroup_mma_wait(1, deps=(dp,))
             ds = p * (grad - delta[None, :])
             dk = warpgroup_mma(gl.convert_layout(ds.to(q_desc.dtype), WEIGHTS), q, dk_sum, is_async=True)
-        first, _, again_Lq, k0, Lk, _ = entry_of(schedule_ptr, skipped, anchored(rank), H, SUB, BM)  # not kept
-        whole = (again_Lq + BN // 2 - 1) // BN
-        if (again_Lq >= BN) & ((again_Lq + BN - 1) // BN > whole):
+        if long & ((Lq + BN - 1) // BN > whole):
             dk_sum, dv_sum = warpgroup_mma_wait(0, deps=(dk, dv))
             stage = whole % STAGES
             mbarrier.wait(q_full.index(stage), (whole // STAGES) & 1)

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..gemm._gluon import barrier, tma_load
 from ._hopper_tiles import entry_of, some_rows, store_some_rows, without_hidden
@@ -122,6 +123,8 @@ def dq_hopper_kernel(
     NARROW_ROW: gl.constexpr = gl.SliceLayout(1, NARROW)
     NARROW_KEPT: gl.constexpr = gl.DotOperandLayout(0, NARROW, 2)
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
+    rank = gl.program_id(0)
+    first, q0, Lq, k0, Lk, sample = entry_of(schedule_ptr, 1, rank, H // HEADS, SUB, BM)
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [BM, D], q_desc.layout)
     a_smem = gl.allocate_shared_memory(q_desc.dtype, [RING, BN, D], k_desc.layout)
     b_smem = gl.allocate_shared_memory(q_desc.dtype, [RING, BN, D], v_desc.layout)
@@ -133,9 +136,8 @@ def dq_hopper_kernel(
         mbarrier.init(a_full.index(slot), count=1)
         mbarrier.init(b_full.index(slot), count=1)
     fence_async_shared()
-    rank = gl.program_id(0)
-    first, q0, Lq, k0, Lk, sample = entry_of(schedule_ptr, 1, rank, H // HEADS, SUB, BM)
     barrier()
+    gdc_launch_dependents()
     if first < Lq:
         begin_head = rank % (H // HEADS) * HEADS
         end_head = begin_head + HEADS

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ..gemm._gluon import barrier
+from ..gemm._gluon import barrier, tma_store
 from ._tiles import read_entry
 
 
@@ -20,6 +21,16 @@ def entry_of(schedule_ptr, skipped, rank, EACH: gl.constexpr, SUB: gl.constexpr,
     """`_tiles.read_entry` of a program's tile of BM rows: one of SUB of an entry, each of which EACH programs take."""
     first, q0, Lq, k0, Lk, sample = read_entry(schedule_ptr, skipped + rank // (EACH * SUB))
     return first + rank % (EACH * SUB) // EACH * BM, q0, Lq, k0, Lk, sample
+
+
+@gluon.jit
+def mixed(rank, pairs, EACH: gl.constexpr):
+    """Ranks in which the first 2 `pairs` of tiles, EACH programs a tile, take turns: one of their first half, one of
+    the other. So programs with few blocks, which move more than they multiply, run beside those with many.
+    """
+    tile = rank // EACH
+    other = (tile >> 1) + (tile & 1) * pairs
+    return gl.where(tile < 2 * pairs, other * EACH + rank % EACH, rank)
 
 
 @gluon.jit
@@ -51,6 +62,27 @@ def store_some_rows(
     c = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]
     at = ptr + (row.to(gl.int64) * heads + head) * D
     gl.store(at + r.to(gl.int64) * (heads * D) + c, y, mask=r < count)
+
+
+@gluon.jit
+def store_rows(
+    desc, ptr, x, smem, row, count, heads, head, ROWS: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """The first `count` of (ROWS, D) to dense (T, heads, D), by way of shared memory that nothing else uses: all of
+    them by TMA, which may still be under way.
+
+    Only what differs stands in the branch: what follows it would no longer be known to be the same in all threads.
+    """
+    smem.store(x.to(ptr.dtype.element_ty))
+    fence_async_shared()
+    barrier()
+    if count >= ROWS:
+        tma_store(desc, [row, head * D], smem)
+    else:
+        r = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
+        c = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]
+        at = ptr + (row.to(gl.int64) * heads + head) * D
+        gl.store(at + r.to(gl.int64) * (heads * D) + c, smem.load(LAYOUT), mask=r < count)
 
 
 @gluon.jit

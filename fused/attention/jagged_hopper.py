@@ -18,7 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..gemm._gluon import launch
 from . import _hopper_dkdv, _hopper_dq, _hopper_forward
 from ._tiles import LOG2E
-from .jagged_launch import Config, Operand, Problem
+from .jagged_launch import Config, Operand, Problem, processors
 
 _ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 WIDTH = 128
@@ -106,12 +106,13 @@ def dq(problem: Problem, do: Operand, o: Operand, lse: Tensor, stats: Any, dq: T
 
 
 def dkdv(problem: Problem, do: Operand, stats: Any, dk: Tensor, dv: Tensor, config: Config) -> None:
-    """Of tiles of keys, dK and dV, of one head a program."""
+    """Of tiles of keys, dK and dV, of one head a program; the last two a multiprocessor by length, to end together."""
     q, k, v, s, heads = problem.q, problem.k, problem.v, stats.x, problem.q.x.shape[1]
+    pairs = max(problem.entries[1] - 2 * processors(q.x.device.index)[0], 0) // 2
     args = (
         *(_heads(x, config.block) for x in (q, do)), *(_heads(x, config.rows) for x in (k, v)),
         *(_heads(Operand(x), config.rows) for x in (dk, dv)), q.x, do.x, s, dk, dv, problem.schedule,
-        1 + problem.entries[0], q.stride8, do.stride8, s.stride(0), stats.last_at, problem.scale,
+        1 + problem.entries[0], pairs, q.stride8, do.stride8, s.stride(0), stats.last_at, problem.scale,
         problem.scale * LOG2E.value,
     )  # fmt: skip
     tensors = q.x, do.x, s, dk, dv, problem.schedule
