@@ -26,13 +26,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
 from ..gemm._gluon import barrier, tma_load
-from ._hopper_tiles import entry_of, some_rows, step_after, store_some_rows, without_hidden, without_others
+from ._hopper_tiles import entry_of, some_rows, step_after, store_rows, without_hidden, without_others
 from ._tiles import FAR, anchored, block_start, keys_seen
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -74,9 +75,41 @@ def begin_scores(kept, q_smem, k_smem, zero, KEEP: gl.constexpr, D: gl.constexpr
     return s
 
 
+@gluon.jit
+def without_unseen(
+    x, block, long, tile_t, Lk, window, whole_from, whole_to,
+    WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Scores of a block, -inf for what a query does not see and for what the block before has taken already."""
+    start = gl.where(long, block_start(block, Lk, BN), 0)
+    below = (start < block * BN) | (start < whole_from) | (not long)
+    above = (start > whole_to) | (not long)
+    first_key = block * BN
+    if WINDOW:
+        x = without_hidden(x, tile_t, start, first_key, Lk, window, below, above, True, BM, BN, LAYOUT)
+    else:
+        x = without_others(x, start, first_key, Lk, below | above, BN, LAYOUT)
+    return x
+
+
+@gluon.jit
+def copy_short(
+    k_ptr, v_ptr, k_smem, v_smem, k_full, v_full, k0, count, KS8, VS8, column, BN: gl.constexpr, D: gl.constexpr
+):  # fmt: skip
+    """All keys of a sample that is shorter than a block, and their V, zero below: by threads, and said as of a copy."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
+    barrier()
+    k_smem.store(some_rows(k_ptr, anchored(k0), count, anchored(KS8), column, BN, D, LINES))
+    v_smem.store(some_rows(v_ptr, anchored(k0), count, anchored(VS8), column, BN, D, LINES))
+    fence_async_shared()
+    barrier()
+    mbarrier.expect(k_full, 0)
+    mbarrier.expect(v_full, 0)
+
+
 @gluon.jit(do_not_specialize=["KS8", "VS8", "window"])
 def forward_hopper_kernel(
-    q_desc, k_desc, v_desc, k_ptr, v_ptr, out_ptr, lse_ptr, schedule_ptr, KS8, VS8, scale_log2, window,
+    q_desc, k_desc, v_desc, out_desc, k_ptr, v_ptr, out_ptr, lse_ptr, schedule_ptr, KS8, VS8, scale_log2, window,
     WINDOW: gl.constexpr, KEEP: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     SUB: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
@@ -125,19 +158,18 @@ def forward_hopper_kernel(
             head = begin_head + turn
             n = turn * blocks
             if not long:
-                count = gl.where(some, Lk, 0)
-                barrier()
-                k_smem.store(some_rows(k_ptr, anchored(k0), count, anchored(KS8), head * D, BN, D, LINES))
-                v_smem.index(n & 1).store(some_rows(v_ptr, anchored(k0), count, anchored(VS8), head * D, BN, D, LINES))
-                fence_async_shared()
-                barrier()
+                copy_short(
+                    k_ptr, v_ptr, k_smem, v_smem.index(n & 1), k_full, v_full.index(n & 1), k0, gl.where(some, Lk, 0),
+                    KS8, VS8, head * D, BN, D,
+                )  # fmt: skip
             mbarrier.wait(q_full, turn & 1)
             kept = q_smem
             if KEEP:
                 kept = q_smem.slice(0, D // 2, dim=1).load(KEPT)
-            mbarrier.wait(k_full, n & 1, pred=long)
+            mbarrier.wait(k_full, n & 1)
             s = begin_scores(kept, q_smem, k_smem, zero, KEEP, D)
             x = warpgroup_mma_wait(0, deps=(s,))
+            tma.store_wait(0)
             barrier()
             block, ahead_head = step_after(0, blocks, head)
             there = long & (ahead_head < end_head)
@@ -149,14 +181,9 @@ def forward_hopper_kernel(
             tma_load(k_desc, [row, ahead_head * D], k_full, k_smem, pred=there)
             tma_load(v_desc, [row, ahead_head * D], v_full.index((n + 1) & 1), v_smem.index((n + 1) & 1), pred=there)
             tma_load(q_desc, [q0 + first, ahead_head * D], q_full, q_smem, pred=more)
-            start = gl.where(long, block_start(begin, Lk, BN), 0)
-            below = (start < whole_from) | (not long)
-            above = (start > whole_to) | (not long)
-            first_key = begin * BN
-            if WINDOW:
-                x = without_hidden(x, tile_t, start, first_key, Lk, window, below, above, True, BM, BN, SCORES)
-            else:
-                x = without_others(x, start, first_key, Lk, below | above, BN, SCORES)
+            x = without_unseen(
+                x, begin, long, tile_t, anchored(Lk), window, whole_from, whole_to, WINDOW, BM, BN, SCORES
+            )  # fmt: skip
             p, peak, base = exponentials(x, nothing, scale_log2, True)
             total = gl.sum(p, 1)
             weights = gl.convert_layout(p.to(q_desc.dtype), WEIGHTS)
@@ -179,14 +206,9 @@ def forward_hopper_kernel(
                 barrier()
                 tma_load(k_desc, [row, ahead_head * D], k_full, k_smem, pred=there)
                 tma_load(q_desc, [q0 + first, ahead_head * D], q_full, q_smem, pred=more)
-                start = block_start(begin + i, Lk, BN)
-                below = (start < (begin + i) * BN) | (start < whole_from)
-                above = start > whole_to
-                first_key = (begin + i) * BN
-                if WINDOW:
-                    x = without_hidden(x, tile_t, start, first_key, Lk, window, below, above, True, BM, BN, SCORES)
-                else:
-                    x = without_others(x, start, first_key, Lk, below | above, BN, SCORES)
+                x = without_unseen(
+                    x, begin + i, True, tile_t, Lk, window, whole_from, whole_to, WINDOW, BM, BN, SCORES
+                )  # fmt: skip
                 p, highest, base = exponentials(x, peak, scale_log2, WINDOW)
                 correction = gl.exp2(peak - base)
                 total = total * correction + gl.sum(p, 1)
@@ -197,7 +219,7 @@ def forward_hopper_kernel(
                 correction = gl.convert_layout(correction, gl.SliceLayout(1, SUMS))
                 out = warpgroup_mma_init(so_far * correction[:, None])
                 weights = gl.convert_layout(p.to(q_desc.dtype), WEIGHTS)
-            mbarrier.wait(v_full.index(n & 1), (n >> 1) & 1, pred=long)
+            mbarrier.wait(v_full.index(n & 1), (n >> 1) & 1)
             out = warpgroup_mma(weights, v_smem.index(n & 1), out, is_async=True)
             seen_some = (total > 0.0) | (total != total)
             lse = gl.where(seen_some, peak * LN2 + gl.log(total), float("inf"))
@@ -207,8 +229,9 @@ def forward_hopper_kernel(
             own = gl.arange(0, BM, gl.SliceLayout(1, SCORES))
             gl.store(lse_ptr + (tile_q0 + tile).to(gl.int64) * H + head + own * H, lse, mask=own < tile_Lq - tile)
             barrier()
-            store_some_rows(
-                out_ptr, so_far * share[:, None], v_smem.index(n & 1), tile_q0 + tile, tile_Lq - tile, H, head, BM, D,
-                LINES,
+            store_rows(
+                out_desc, out_ptr, so_far * share[:, None], v_smem.index(n & 1), tile_q0 + tile, tile_Lq - tile, H,
+                head, BM, D, LINES,
             )  # fmt: skip
             fence_async_shared()
+        tma.store_wait(0)

@@ -86,6 +86,15 @@ def store_rows(
 
 
 @gluon.jit
+def columns(BN: gl.constexpr, LAYOUT: gl.constexpr):
+    """Columns of scores as a sum: a thread's first, one number, and its distances from there, which are constants. So
+    what is compared with bounds less the first takes neither additions nor registers.
+    """
+    column = gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))[None, :]
+    return column & (BN - 7), column & 6
+
+
+@gluon.jit
 def without_hidden(
     x, t0, s0, first_key, Lk, window, below, above,
     WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
@@ -95,18 +104,18 @@ def without_hidden(
 
     The first and the last block of a window are hidden on one side each, which takes one comparison a score.
     """
-    s = gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))[None, :]
+    at, own = columns(BN, LAYOUT)
     t = t0 - s0 + gl.arange(0, BM, gl.SliceLayout(1, LAYOUT))[:, None]
     if below:
         lowest = first_key - s0
         if WINDOW:
             lowest = gl.maximum(lowest, t - window)
-        x = gl.where(s >= lowest, x, -float("inf"))
+        x = gl.where(at >= lowest - own, x, -float("inf"))
     if above:
         highest = Lk - 1 - s0
         if WINDOW:
             highest = gl.minimum(highest, t + window)
-        x = gl.where(s <= highest, x, -float("inf"))
+        x = gl.where(at <= highest - own, x, -float("inf"))
     return x
 
 
@@ -114,6 +123,6 @@ def without_hidden(
 def without_others(x, s0, first_key, Lk, masked, BN: gl.constexpr, LAYOUT: gl.constexpr):
     """`without_hidden` of no window in one branch; with two, the forward at L 1024 is 0.7 % slower."""
     if masked:
-        s = (s0 + gl.arange(0, BN, gl.SliceLayout(0, LAYOUT)))[None, :]
-        x = gl.where((s >= first_key) & (s < Lk), x, -float("inf"))
+        at, own = columns(BN, LAYOUT)
+        x = gl.where((at >= first_key - s0 - own) & (at <= Lk - 1 - s0 - own), x, -float("inf"))
     return x

@@ -82,8 +82,8 @@ def forward(problem: Problem, out: Tensor, lse: Tensor, config: Config) -> None:
     """`jagged.forward` into out and lse."""
     q, k, v, heads = problem.q, problem.k, problem.v, problem.q.x.shape[1]
     args = (
-        _heads(q, config.rows), _heads(k, config.block), _heads(v, config.block), k.x, v.x, out, lse, problem.schedule,
-        k.stride8, v.stride8, problem.scale * LOG2E.value, problem.window or 0,
+        _heads(q, config.rows), _heads(k, config.block), _heads(v, config.block), _heads(Operand(out), config.rows),
+        k.x, v.x, out, lse, problem.schedule, k.stride8, v.stride8, problem.scale * LOG2E.value, problem.window or 0,
     )  # fmt: skip
     each = gcd(heads, config.heads)
     constants = problem.window is not None, KEEP and each > 1 and problem.window is None, each, heads
