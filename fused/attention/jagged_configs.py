@@ -49,7 +49,10 @@ def forward_config(problem: Problem) -> Config:
 
     Half of Q in registers, and barriers made ready while the schedule is read, at L 512 and 1024, and at 1024 with
     lengths of 1 to 614: 401, 501, 432; none: 396, 493, 426; three quarters: 402, 503, 433, and slower than none once
-    the GPU is hot; all, which spills: 341, 427, 366.
+    the GPU is hot; all, which spills: 341, 427, 366. In a later run, whole tiles stored by TMA: 1.8, 1.5 and 2.0 %
+    faster than that; with masks that compare constants, and waits without a condition, besides: 2.4, 2.2 and 2.3 %, of
+    256 samples at 1024 3.0 %, at L 4096 0.1 %. The next head's first S begun beside a head's last P V, and O stored
+    under it: 0.5 % slower, 0.6 % faster at L 4096.
     Slower, of the last two, in other runs: all of Q in registers and two programs, 5 %; exponentials under P V, since
     V's copies then begin later, 3 %; with half last blocks besides, 7 %; both tiles of an entry in turn, 5 to 8 %; the
     next head's rows prefetched to the L2 cache, 1 to 3 %, the next program's too, 6 to 11 %. Two blocks of K and one of
@@ -77,7 +80,10 @@ def dq_config(problem: Problem) -> Config:
 
     The kernel for Hopper at L 512, 1024 and 4096, and at L 1024 with lengths up to 614, four heads a program but at
     L 4096: 462, 600, 750, 503. With Q and dO in shared memory and a block of keys ahead, not two, in another run: 404,
-    546, 704, 445, against 447, 590, 737, 490; three such programs a multiprocessor, in which K and V change places:
+    546, 704, 445, against 447, 590, 737, 490. Whole tiles stored by TMA, and the schedule's entry read before the
+    barriers are made ready: 0.8 % faster where heads come in turn. A head's dQ stored under the next one's first S and
+    dP, for which it must be waited for before they are begun: 0.9 to 1.3 % slower; the half block first, so that its
+    dS K runs into the next step as others do: 0.7 to 1 % slower. In other runs, three such programs a multiprocessor, in which K and V change places:
     387, 535, 691, 427. Both tiles of an entry by one program lose 4 %, delta summed under the first S and dP 3 %. Older
     runs, of Q and dO in shared memory: four heads a program 392, 516, 665, one 378, 517, 692; half a last block where
     no more is new 407, 554, 718, all of it 396, 540, 713. The portable one: 304, 416, 543, and in blocks of 32 keys

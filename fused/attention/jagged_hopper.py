@@ -95,8 +95,9 @@ def dq(problem: Problem, do: Operand, o: Operand, lse: Tensor, stats: Any, dq: T
     """What `stats` holds, and dQ unless that is empty."""
     q, k, v, heads, s = problem.q, problem.k, problem.v, problem.q.x.shape[1], stats.x
     args = (
-        *(_heads(x, config.rows) for x in (q, do, o)), _heads(k, config.block), _heads(v, config.block), k.x, v.x, lse,
-        s, dq if dq.numel() else q.x, problem.schedule, k.stride8, v.stride8, s.stride(0), stats.last_at,
+        *(_heads(x, config.rows) for x in (q, do, o)), _heads(k, config.block), _heads(v, config.block),
+        _heads(Operand(dq) if dq.numel() else q, config.rows), k.x, v.x, lse, s, dq if dq.numel() else q.x,
+        problem.schedule, k.stride8, v.stride8, s.stride(0), stats.last_at,
         problem.scale, problem.scale * LOG2E.value,
     )  # fmt: skip
     each = gcd(heads, config.heads)
