@@ -12,8 +12,7 @@ block of K and two of V are enough: with Q 64 KiB, and three programs share a mu
 block of V that the last product has read, by TMA if all rows of the tile are there.
 
 What bounds them is shared memory: with Q and K in it, S reads all the 128 bytes a cycle there are, and copies of K and
-V wait. So a program that takes heads in turn keeps half of Q's columns in registers, 16 a thread. A window's masks
-leave none.
+V wait. So a program that takes heads in turn keeps half of Q's columns in registers, 16 a thread.
 
 Copies that are begun together have barriers of their own: the compiler would put a barrier of threads between two
 that share one, and puts one between the word that a copy is coming and the copy. So that word is given while S runs.

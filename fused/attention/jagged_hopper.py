@@ -86,7 +86,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor, config: Config) -> None:
         k.x, v.x, out, lse, problem.schedule, k.stride8, v.stride8, problem.scale * LOG2E.value, problem.window or 0,
     )  # fmt: skip
     each = gcd(heads, config.heads)
-    constants = problem.window is not None, KEEP and each > 1 and problem.window is None, each, heads
+    constants = problem.window is not None, KEEP and each > 1, each, heads
     tensors = k.x, v.x, out, lse, problem.schedule
     _launch(_hopper_forward.forward_hopper_kernel, problem, config, False, tensors, args, constants, each)
 
