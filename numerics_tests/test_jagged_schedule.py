@@ -18,7 +18,9 @@ PROGRAMS = 264
 
 
 def tiles_of(case: JaggedCase, *, keys: bool, causal: bool = False, window: int | None = None) -> list[list[int]]:
-    """Entries in order: of each tile first row, q0, Lq, k0, Lk, sample, work, 0; work counted pair by pair."""
+    """Entries in order: of each tile first row, q0, Lq, k0, Lk, sample, work, and what it is ranked by: the work,
+    counted pair by pair, or with a window the most that so many rows see of a sample of that length.
+    """
     found = []
     q0 = k0 = 0
     for sample, (lq, lk) in enumerate(zip(case.q_lengths, case.k_lengths)):
@@ -30,9 +32,12 @@ def tiles_of(case: JaggedCase, *, keys: bool, causal: bool = False, window: int 
                 t, s = ((theirs if keys else mine) + lk - lq, mine if keys else theirs)
                 if (not causal or s <= t) and (window is None or abs(t - s) <= window):
                     seen.add(theirs)
-            found.append([first, q0, lq, k0, lk, sample, len(seen), 0])
+            reach = schedule.TILE + (window or 0) * (1 if causal else 2)
+            rank = len(seen) if window is None else min(len(other), reach)
+            assert rank >= len(seen)
+            found.append([first, q0, lq, k0, lk, sample, len(seen), rank])
         q0, k0 = q0 + lq, k0 + lk
-    return sorted(found, key=lambda entry: -entry[6])
+    return sorted(found, key=lambda entry: -entry[7])
 
 
 def built(case: JaggedCase, **mask: Any) -> torch.Tensor:
@@ -61,6 +66,16 @@ def test_broadcast_queries_lie_in_every_sample() -> None:
     assert [entry[6] for entry in entries] == [300, 300, 3, 3, 0, 0]
 
 
+def test_tiles_of_a_window_stay_with_their_sample() -> None:
+    """The first and the last of a sample, which see less, come before and after those that they share keys with."""
+    case = JaggedCase(name="long", q_lengths=(700, 90, 900), k_lengths=(700, 90, 900))
+    count = 6 + 1 + 8
+    entries = built(case, window=64)[1 : 1 + count].tolist()
+    assert [entry[5] for entry in entries] == [0] * 6 + [2] * 8 + [1]
+    assert [entry[0] for entry in entries[:6]] == [*range(0, 700, schedule.TILE)]
+    assert entries[0][6] < entries[1][6] > entries[5][6]
+
+
 def dealt(work: list[int], programs: int) -> list[int]:
     """Work of each program, dealt as `_tiles.deal` does."""
     total = [0] * programs
@@ -83,7 +98,9 @@ def greedy(work: list[int], programs: int) -> list[int]:
 )
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
 def test_programs_get_about_the_same_work(samples: int, longest: int, bound: float, mask: str) -> None:
-    """Most over mean, each tile for 4 heads; measured 1.00 to 1.02. Dealt in the batch's order: 1.09 to 1.49."""
+    """Most over mean, each tile for 4 heads; measured 1.00 to 1.03. Dealt in the batch's order: 1.09 to 1.49. Tiles
+    of a window, which keep to their samples, come out even as programs of one unit each, not dealt: 1.06 to 1.15.
+    """
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, longest + 1, (samples,), generator=generator)
     offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
@@ -94,5 +111,5 @@ def test_programs_get_about_the_same_work(samples: int, longest: int, bound: flo
     for listed in (entries[1 : 1 + count], entries[1 + nq : 1 + nq + count]):
         work = listed[:, 6].repeat_interleave(4).tolist()
         mean = sum(work) / PROGRAMS
-        for share in (dealt, greedy):
+        for share in (greedy,) if mask == "window" else (dealt, greedy):
             assert max(share(work, PROGRAMS)) / mean < bound, (share, max(share(work, PROGRAMS)) / mean)

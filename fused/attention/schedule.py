@@ -4,6 +4,8 @@ A tile is up to TILE queries (or keys) of one sample; its work is how many keys 
 queries see its keys), so a causal mask and a window count. Tiles without rows are not in the list. The longest come
 first, equal ones in the order of the batch, so that neighbors in the list share their keys in the L2 cache; programs
 are dealt tiles in zigzag (`_tiles.deal`), or one each in this order, and the short ones at the end even out the rest.
+With a window the most that a tile of the sample could see stands for its work: else the first and the last tiles of
+all samples would come after all others, when nothing that they share with them is in the cache any more.
 
 Offsets are read here and nowhere else, and held to the rows there are: wrong ones make wrong tiles, but no kernel
 reads or writes beyond its tensors before somebody has found out. How many tiles there are is known to the device
@@ -25,7 +27,8 @@ from ._tiles import keys_seen, queries_seeing
 TILE = 128
 """Rows of a tile. Kernels whose tiles are half as long take each entry twice."""
 ENTRY = 8
-"""int32 words of an entry: first row in the sample, q0, Lq, k0, Lk, sample, work, 0. Past the count all are -1."""
+"""int32 words of an entry: first row in the sample, q0, Lq, k0, Lk, sample, work, and what it is ranked by. Past the
+count all are -1."""
 WIDEST = 2**28
 """A window as wide as this hides nothing, and kernels add positions to it in 32 bits."""
 _SAMPLES, _RANKS, _CHUNK = 128, 64, 128
@@ -102,6 +105,9 @@ def tiles_kernel(
         q_lo, q_hi = queries_seeing(first, tl.minimum(first + SIZE, Lk), Lk - Lq, Lq, window, CAUSAL, WINDOW)
         k_lo, k_hi = keys_seen(first, tl.minimum(first + SIZE, Lq), Lk - Lq, Lk, window, CAUSAL, WINDOW)
         work = tl.maximum(tl.where(keys, q_hi - q_lo, k_hi - k_lo), 0)
+        ranked_by = work
+        if WINDOW:
+            ranked_by = tl.minimum(tl.where(keys, Lq, Lk), (1 if CAUSAL else 2) * window + SIZE)
         at = lists + (start + i) * ENTRY
         mask = (i < tiles) & (start + i < most)
         tl.store(at, tl.zeros_like(q0) + first, mask=mask)
@@ -111,14 +117,14 @@ def tiles_kernel(
         tl.store(at + 4, Lk, mask=mask)
         tl.store(at + 5, sample, mask=mask)
         tl.store(at + 6, work, mask=mask)
-        tl.store(at + 7, tl.zeros_like(q0), mask=mask)
+        tl.store(at + 7, ranked_by, mask=mask)
 
 
 @kernel(do_not_specialize=["NQ", "NK"])
 def rank_kernel(
     from_ptr, out_ptr, NQ, NK, RANKS: tl.constexpr, CHUNK: tl.constexpr, ENTRY: tl.constexpr
 ):  # fmt: skip
-    """Entries of `from` to their ranks in `out`: by work, the longest first, then by their order in `from`."""
+    """Entries of `from` to their ranks in `out`: by their last word, the highest first, then as they are in `from`."""
     keys = tl.program_id(1) == 1
     count = tl.load(from_ptr + tl.where(keys, 1, 0))
     most = tl.where(keys, NK, NQ)
@@ -128,11 +134,11 @@ def rank_kernel(
         counts = tl.load(from_ptr + word, mask=word < 2, other=0)
         tl.store(out_ptr + word, counts, mask=tl.where(keys, word == 1, word != 1))
     own = tl.program_id(0) * RANKS + tl.arange(0, RANKS)
-    work = tl.load(from_ptr + lists + own * ENTRY + 6, mask=own < count, other=-1)
+    work = tl.load(from_ptr + lists + own * ENTRY + 7, mask=own < count, other=-1)
     rank = tl.zeros((RANKS,), tl.int32)
     for j in range(0, count, CHUNK):
         other = j + tl.arange(0, CHUNK)
-        its = tl.load(from_ptr + lists + other * ENTRY + 6, mask=other < count, other=-1)
+        its = tl.load(from_ptr + lists + other * ENTRY + 7, mask=other < count, other=-1)
         earlier = (its[None, :] == work[:, None]) & (other[None, :] < own[:, None])
         rank += tl.sum(((its[None, :] > work[:, None]) | earlier).to(tl.int32), axis=1)
     entry = tl.load(from_ptr + lists + own[:, None] * ENTRY + word[None, :], mask=own[:, None] < count, other=-1)
@@ -219,8 +225,11 @@ def _in_torch(
         first = (torch.arange(of.numel()) - (tiles.cumsum(0) - tiles)[of]) * TILE
         last = torch.minimum(first + TILE, length[of])
         work = _work(first, last, (lk - lq)[of], (lq if keys else lk)[of], keys, causal, window)
-        order = torch.sort(work, descending=True, stable=True).indices
-        columns = (first, q0[of], lq[of], k0[of], lk[of], of, work, torch.zeros_like(of))
+        ranked_by = work
+        if window is not None:
+            ranked_by = (lq if keys else lk)[of].clamp(max=(1 if causal else 2) * window + TILE)
+        order = torch.sort(ranked_by, descending=True, stable=True).indices
+        columns = (first, q0[of], lq[of], k0[of], lk[of], of, work, ranked_by)
         entries = torch.full((most, ENTRY), -1, dtype=torch.int32)
         entries[: of.numel()] = torch.stack(columns, dim=1)[order].int()
         counts.append(of.numel())
