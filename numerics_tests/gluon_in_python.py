@@ -242,12 +242,12 @@ def launch(kernel: Any, programs: int, args: tuple[Any, ...]) -> None:
             "tma_store": gluon.tma_store, "tma": types.SimpleNamespace(store_wait=gluon.store_wait),
         }  # fmt: skip
         body = plain(kernel, {"gl": gluon, "tl": gluon, **REPLACED, **own}, {})
-        body(*(x if fixed else _argument(x) for x, fixed in zip(args, constant, strict=True)))
+        body(*(x if fixed else argument(x) for x, fixed in zip(args, constant, strict=True)))
         assert not gluon.in_flight, "ended while in flight"
         assert not gluon.stores, "ended while buffers are stored"
 
 
-def _argument(x: Any) -> Any:
+def argument(x: Any) -> Any:
     if isinstance(x, Tensor):
         return Pointer(x)
     return torch.tensor(x) if isinstance(x, int) else x

@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton defines the kernels")
 
 from fused.attention import _hopper_tiles, jagged, jagged_hopper
-from numerics_tests import gluon_in_python, jagged_checks
+from numerics_tests import gluon_hazards, gluon_in_python, jagged_checks
 from numerics_tests.jagged_checks import GLUON, GLUON_IN_TURN, WIDE
 
 
@@ -24,7 +24,7 @@ def launches() -> Iterator[list[str]]:
 
     def launch(kernel: Any, key: Any, device: Any, programs: int, args: tuple[Any, ...], **options: int) -> None:
         found.append(kernel.fn.__name__)
-        gluon_in_python.launch(kernel, programs, args)
+        gluon_hazards.launch(kernel, programs, args)
 
     def boxes(x: Tensor, shape: tuple[int, int], stride: int, *block: int) -> gluon_in_python.Descriptor:
         return gluon_in_python.Descriptor(x.as_strided(shape, (stride, 1)))
@@ -114,6 +114,26 @@ def test_a_wait_too_few_is_noticed(kernel: str, launches: list[str]) -> None:
         mock.patch.object(gluon_in_python.Barrier, "wait", never),
         pytest.raises(AssertionError, match="not finite"),
     ):
+        jagged_checks.check(WIDE, "full", torch.bfloat16, "cpu", config=GLUON_IN_TURN)
+
+
+@pytest.mark.parametrize("left_out", ["barrier", "fence", "wait for stores"])
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
+def test_order_too_little_is_noticed(kernel: str, left_out: str, launches: list[str]) -> None:
+    """Between threads, what they write and what copies, products and stores read: nothing comes out wrong here, where
+    one thread stands for all.
+    """
+    owner, name = {
+        "barrier": (gluon_hazards.Memory, "barrier"), "fence": (gluon_hazards.Memory, "fence"),
+        "wait for stores": (gluon_hazards.Gluon, "store_wait"),
+    }[left_out]  # fmt: skip
+    real = getattr(owner, name)
+
+    def none(self: Any, *args: Any) -> None:
+        if launches[-1] != f"{kernel}_hopper_kernel":
+            real(self, *args)
+
+    with mock.patch.object(owner, name, none), pytest.raises(AssertionError, match=r"barrier|fence|store"):
         jagged_checks.check(WIDE, "full", torch.bfloat16, "cpu", config=GLUON_IN_TURN)
 
 
