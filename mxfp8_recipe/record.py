@@ -180,7 +180,7 @@ class Recorder(TorchFunctionMode):
                     self._rename(t)
             self._add("module", name, values, made, {})
             if read and read[0].dim():
-                self.recording.tokens[name] = read[0].shape[:-1].numel()
+                self.recording.tokens[name] = read[0].numel() // max(read[0].shape[-1], 1)
 
     def finish(self, output: Any) -> None:
         self._add("output", "the model's output", [self.value_of(t) for t in tensors_in(output)], [], {})

@@ -41,16 +41,14 @@ from numerics_tests.gdpa_launches import gdpa_calls
 from numerics_tests.jagged_launches import jagged_calls
 
 NEW = tuple(int(part) for part in triton.__version__.split(".")[:2]) > (3, 6)
-OF_NEW = {"gemm_epilogue_kernel": 32, "gemm_dact_kernel": 216, "forward_kernel": 96, "dkdv_kernel": 48}
-OF_NEW |= {"forward_hopper_kernel": 16, "dq_hopper_kernel": 304}
+OF_NEW = {"gemm_epilogue_kernel": 32, "gemm_dact_kernel": 216, "dkdv_kernel": 48, "dq_hopper_kernel": 304}
 TOLERATED_STACK = {"norm_staged_kernel": 8, "gemm_dact_kernel": 168} | (OF_NEW if NEW else {})
 """Bytes a thread. At 64 registers newer triton spills two words of the staged norm in tiles of 1 x 32; without, three
 programs fit a multiprocessor, not four. Newer triton also computes the addresses of an epilogue before a warpgroup's
 first tile and puts them aside: it hardly stores after that. The warps that emit what follows dgrad have 72
 registers, and of their 1540 instructions a tile 20 to 70 move an address from or to memory. Of jagged
-attention's forward, whose O, S and P take 224 registers, it keeps 24 words apart, of dK and dV 256 wide 12, and on
-Hopper, at the 168 registers that let three programs of it share a multiprocessor, of a window's step 4. There dQ keeps
-both left operands of a step in registers, which older triton fits into 251; newer moves some 50 words a step."""
+attention's dK and dV 256 wide it keeps 12 words apart. On Hopper dQ keeps both left operands of a step in registers,
+which older triton fits into 254; newer moves some 50 words a step."""
 TOLERATED_STACK |= gdpa_launches.TOLERATED_STACK
 
 MAX_REGISTERS = 255

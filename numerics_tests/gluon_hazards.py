@@ -9,6 +9,9 @@ buffer is held against what else is under way, and against what came before it i
   it, or may have waited for the products and stores that did.
 - A barrier of copies is used behind a barrier of threads since it was made ready; a phase ends only when all threads
   have waited for the one before.
+- A kernel that waits for the launch before it reads nothing but words of the schedule, and writes nothing, before that.
+
+Threads that read what other threads have written need a barrier too; the compiler puts one there.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import torch
 from torch import Tensor
 
 from numerics_tests import gluon_in_python as plainly
-from numerics_tests.gluon_in_python import Descriptor, Product, argument, plain
+from numerics_tests.gluon_in_python import Descriptor, Pointer, Product, argument, plain
 
 Place = tuple[int, int, int]
 """Storage, first element and the one after the last."""
@@ -50,6 +53,7 @@ class Memory:
         self.stores: list[Place] = []
         self.past: list[tuple[Place, str, int]] = []
         self.barriers: list[Barrier] = []
+        self.ahead = False  # of the end of the launch before
 
     def add(self, place: Place, what: str) -> None:
         self.past = [x for x in self.past if x[:2] != (place, what)]
@@ -98,6 +102,11 @@ class Memory:
             raise Hazard("copy: nobody said that it comes")
         self.past = [x for x in self.past if not meet(place, x[0])]
         self.copies.append((place, barrier))
+
+    def outside(self, dtype: torch.dtype | None = None) -> None:
+        """A read from global memory, or a write."""
+        if self.ahead and dtype != torch.int32:
+            raise Hazard("ahead of the end of the launch before")
 
     def fence(self, *_: Any) -> None:
         self.past = [(x, "fenced", self.turn) if what == "written" else (x, what, at) for x, what, at in self.past]
@@ -170,16 +179,29 @@ class Gluon(plainly.Gluon):
         barriers = [Barrier(self.memory) for _ in range(shape[0])]
         return barriers[0] if len(shape) == 1 else Shared(barriers, self.memory)
 
+    def load(self, pointer: Pointer, mask: Any = None, other: float = 0.0) -> Tensor:
+        self.memory.outside(pointer.tensor.dtype)
+        return super().load(pointer, mask, other)
+
+    def store(self, pointer: Pointer, x: Tensor, mask: Tensor) -> None:
+        self.memory.outside()
+        super().store(pointer, x, mask)
+
+    def wait_for_launch(self) -> None:
+        self.memory.ahead = False
+
     def make_ready(self, barrier: Barrier, count: int) -> None:
         barrier.count = barrier.missing = count
         barrier.ready = self.memory.turn
 
     def tma_load(self, desc: Descriptor, at: list[Any], barrier: Barrier, smem: Shared, pred: Any = True) -> None:
         if pred:
+            self.memory.outside()
             self.memory.copy_comes(smem.values, barrier)
             plainly.tma_load(desc, at, barrier, smem)
 
     def tma_store(self, desc: Descriptor, at: list[Any], smem: plainly.Shared) -> None:
+        self.memory.outside()
         self.memory.stores.append(self.memory.others_read(smem.values, "store"))
         super().tma_store(desc, at, smem)
 
@@ -211,16 +233,19 @@ def launch(kernel: Any, programs: int, args: tuple[Any, ...]) -> None:
     constant = [p.is_constexpr for p in kernel.params]
     for program in range(programs):
         gluon = Gluon(program)
+        gluon.memory.ahead = "gdc_wait" in kernel.fn.__globals__
         own = {
             "warpgroup_mma": gluon.warpgroup_mma, "warpgroup_mma_wait": gluon.warpgroup_mma_wait,
             "tma_load": gluon.tma_load, "tma_store": gluon.tma_store,
             "tma": types.SimpleNamespace(store_wait=gluon.store_wait),
             "mbarrier": types.SimpleNamespace(**vars(plainly.mbarrier) | {"init": gluon.make_ready}),
             "barrier": gluon.memory.barrier, "fence_async_shared": gluon.memory.fence,
+            "gdc_wait": gluon.wait_for_launch,
         }  # fmt: skip
         body = plain(kernel, {"gl": gluon, "tl": gluon, **plainly.REPLACED, **own}, {})
         body(*(x if fixed else argument(x) for x, fixed in zip(args, constant, strict=True)))
         assert not gluon.in_flight, "ended while in flight"
         assert not gluon.stores, "ended while buffers are stored"
         assert not gluon.memory.copies, "ended while copies come"
+        assert not gluon.memory.ahead, "ended ahead of the launch before"
         assert all(b.bytes == 0 and b.missing == b.count for b in gluon.memory.barriers), "ended within a phase"

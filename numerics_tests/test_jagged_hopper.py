@@ -29,7 +29,9 @@ def launches() -> Iterator[list[str]]:
     def boxes(x: Tensor, shape: tuple[int, int], stride: int, *block: int) -> gluon_in_python.Descriptor:
         return gluon_in_python.Descriptor(x.as_strided(shape, (stride, 1)))
 
-    few = lambda device: (1, True)  # noqa: E731 - multiprocessors: so few that tiles are mixed
+    def few(device: Any) -> tuple[int, bool]:
+        return 1, True  # multiprocessors: so few that tiles are mixed
+
     with mock.patch.multiple(jagged_hopper, launch=launch, _boxes=boxes, KEEP=True, processors=few):
         yield found
 
@@ -133,8 +135,20 @@ def test_order_too_little_is_noticed(kernel: str, left_out: str, launches: list[
         if launches[-1] != f"{kernel}_hopper_kernel":
             real(self, *args)
 
-    with mock.patch.object(owner, name, none), pytest.raises(AssertionError, match=r"barrier|fence|store"):
+    expected = {"barrier": "no barrier since|without a barrier of threads", "fence": "no fence since"}
+    found = expected.get(left_out, "still reads it|while buffers are stored")
+    with mock.patch.object(owner, name, none), pytest.raises(AssertionError, match=found):
         jagged_checks.check(WIDE, "full", torch.bfloat16, "cpu", config=GLUON_IN_TURN)
+
+
+def test_a_kernel_ahead_of_the_one_it_reads_from_is_noticed(launches: list[str]) -> None:
+    """dK and dV are launched under dQ, and read what that writes."""
+    with (
+        mock.patch.object(gluon_hazards.Gluon, "wait_for_launch"),
+        pytest.raises(AssertionError, match="ahead of"),
+    ):
+        jagged_checks.check(WIDE, "full", torch.bfloat16, "cpu", config=GLUON)
+    assert launches[-1] == "dkdv_hopper_kernel"
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,8 @@ def test_dkdv_waits_for_what_dq_writes() -> None:
     kept: list[jagged_backward.Stats] = []
 
     def spoilt(*sizes: Any) -> jagged_backward.Stats:
-        kept.extend([] if kept else [made(*sizes)])
+        if not kept:
+            kept.append(made(*sizes))
         kept[0].x.fill_(float("nan"))
         return kept[0]
 

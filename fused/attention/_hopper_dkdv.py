@@ -13,7 +13,8 @@ the last product, and both sums of a whole tile by TMA.
 
 A program begins and ends alone: from its schedule's entry to its first block, and under its last stores, only the other
 program of the multiprocessor multiplies. So the entry is read before the barriers are made ready and is kept, and tiles
-of long and of short samples are `mixed`. Programs are launched under the last ones of dQ, whose end they wait for.
+of long and of short samples are `mixed`, with entries of the list that are no tiles among the short ones. Programs are
+launched under the last ones of dQ, whose end they wait for: only the schedule is read before.
 """
 
 from __future__ import annotations

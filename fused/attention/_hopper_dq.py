@@ -9,7 +9,9 @@ of registers half. What they leave free is a ring of three stages, through which
 of which delta is summed, and then its blocks of K and V, always two steps ahead and across heads. S and dP of a block
 are multiplied back to back, the exponentials are taken under dP, and dS K runs into the next step. Of a last block that
 has up to half a block of new keys, all in its second half, only that is computed. lse and delta are left for dK and dV
-as `jagged_backward.Stats` says.
+as `jagged_backward.Stats` says. dQ leaves through the stage of the last block, of a whole tile by TMA where heads come
+in turn: then the store is waited for before the next head's copies come there. dK and dV may be launched at once, and
+wait themselves.
 
 The assembler moves arithmetic that a product was to hide behind the wait for that product, but not across a branch; so
 a wait for a barrier that completed long ago stands before some.
@@ -259,7 +261,7 @@ def dq_hopper_kernel(
                 count = tile_Lq - tile
                 if HEADS > 1:
                     store_rows(dq_desc, dq_ptr, total * scale, buffer, row, count, H, head, BM, D, LINES)
-                else:  # stages would leave the uniform registers, at a loss of 3 %
+                else:  # after the branch by TMA, stages would not be kept in uniform registers: 3 % slower
                     store_some_rows(dq_ptr, total * scale, buffer, row, count, H, head, BM, D, LINES)
                 fence_async_shared()
                 n += gl.where(long, 1, 0)

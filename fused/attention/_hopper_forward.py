@@ -9,10 +9,11 @@ block come those of the next head's first, with its Q, under what is left of the
 with P V of block i - 1; K of block i + 1 comes as soon as S of block i is done, V of block i + 1 as soon as P V of
 block i - 1 is, before the exponentials of block i are taken, which run under the products of other programs. So one
 block of K and two of V are enough: with Q 64 KiB, and three programs share a multiprocessor. O leaves by way of the
-block of V that the last product has read, by TMA if all rows of the tile are there.
+block of V that the last product has read, by TMA if all rows of the tile are there; the store is waited for when the
+next head's first S is done, before its second block of V comes there.
 
 What bounds them is shared memory: with Q and K in it, S reads all the 128 bytes a cycle there are, and copies of K and
-V wait. So a program that takes heads in turn keeps half of Q's columns in registers, 16 a thread.
+V wait. So a program that takes heads in turn keeps half of Q's columns in registers, 16 a thread, if KEEP.
 
 Copies that are begun together have barriers of their own: the compiler would put a barrier of threads between two
 that share one, and puts one between the word that a copy is coming and the copy. So that word is given while S runs.

@@ -86,11 +86,10 @@ def dq_config(problem: Problem) -> Config:
     dP, for which it must be waited for before they are begun: 0.9 to 1.3 % slower; the half block first, so that its
     dS K runs into the next step as others do: 0.7 to 1 % slower.
 
-    In other runs, three such programs a multiprocessor, in which K and V change places: 387, 535, 691, 427. Both tiles
-    of an entry by one program lose 4 %, delta summed under the first S and dP 3 %. Older runs, of Q and dO in shared
-    memory: four heads a program 392, 516, 665, one 378, 517, 692; half a last block where no more is new 407, 554, 718,
-    all of it 396, 540, 713. The portable one: 304, 416, 543, and in blocks of 32 keys
-    314, 425, 525.
+    In other runs, three such programs a multiprocessor, in which K and V change places: 387, 535, 691, 427. Both
+    tiles of an entry by one program lose 4 %, delta summed under the first S and dP 3 %. Older runs, of Q and dO in
+    shared memory: four heads a program 392, 516, 665, one 378, 517, 692; half a last block where no more is new
+    407, 554, 718, all of it 396, 540, 713. The portable one: 304, 416, 543, and in blocks of 32 keys 314, 425, 525.
     """
     if problem.q.x.dtype == torch.float32:
         return FP32_CONFIG

@@ -107,7 +107,11 @@ def dq(problem: Problem, do: Operand, o: Operand, lse: Tensor, stats: Any, dq: T
 
 
 def dkdv(problem: Problem, do: Operand, stats: Any, dk: Tensor, dv: Tensor, config: Config) -> None:
-    """Of tiles of keys, dK and dV, of one head a program; the last two a multiprocessor by length, to end together."""
+    """Of tiles of keys, dK and dV, of one head a program.
+
+    Mixed are all entries of the list that there may be, but for the last two a multiprocessor: how many there are is
+    not known here, and programs of those that are none cost least between others.
+    """
     q, k, v, s, heads = problem.q, problem.k, problem.v, stats.x, problem.q.x.shape[1]
     pairs = max(problem.entries[1] - 2 * processors(q.x.device.index)[0], 0) // 2
     args = (

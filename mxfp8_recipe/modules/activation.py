@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..functional import mxfp8_activation
 from ..mx_edge import edge_of
+from .nested import is_nested, on_values
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class MXFP8Activation(nn.Module):
     mxfp8_config: ActivationConfig
 
     def forward(self, input: Tensor) -> Any:
+        if is_nested(input):
+            return on_values(self, input)
         config, edge = self.mxfp8_config, edge_of(self)
         if config.packed:
             first, second = input.chunk(2, -1)

@@ -12,6 +12,7 @@ from ..config import LinearPrecision
 from ..functional import mxfp8_activated_linear, mxfp8_awaited_linear, mxfp8_linear, mxfp8_projection, pending
 from ..mx_edge import Edge, edge_of, has_backward_hooks
 from ..mx_tensor import Traveling
+from .nested import is_nested, on_values
 from .swapped import describe_config
 
 
@@ -22,7 +23,7 @@ class MXFP8Linear(nn.Linear):
     mxfp8_config: LinearConfig
 
     def forward(self, input: Tensor) -> Any:
-        return _run(self, input, self.weight, self.bias)
+        return on_values(self, input) if is_nested(input) else _run(self, input, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"{self.original_class.extra_repr(self)}, {describe_config(self.mxfp8_config)}"
@@ -46,6 +47,8 @@ class MXFP8LinearTransposed(nn.Module):
     bias: Tensor | None
 
     def forward(self, input: Tensor) -> Any:
+        if is_nested(input):
+            return on_values(self, input)
         return _run(self, input, self.weight.t(), getattr(self, "bias", None))
 
     extra_repr = MXFP8Linear.extra_repr

@@ -12,6 +12,7 @@ from ..autograd import NormConfig
 from ..functional import mxfp8_norm
 from ..functional.common import DTYPES, layer_name
 from ..mx_edge import edge_of
+from .nested import is_nested, on_values
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class MXFP8Norm(nn.Module):
     mxfp8_config: NormModuleConfig
 
     def forward(self, input: Tensor) -> Any:
+        if is_nested(input):
+            return on_values(self, input)
         config = self.mxfp8_config
         weight = getattr(self, config.weight) if config.weight else None
         bias = getattr(self, config.bias) if config.bias else None
