@@ -229,7 +229,7 @@ class Gluon(plainly.Gluon):
 
 
 def launch(kernel: Any, programs: int, args: tuple[Any, ...]) -> None:
-    """`gluon_in_python.launch`, by these rules."""
+    """Run `kernel`, program after program; tensors among `args`, all of it in order, are pointers."""
     constant = [p.is_constexpr for p in kernel.params]
     for program in range(programs):
         gluon = Gluon(program)

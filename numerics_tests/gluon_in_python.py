@@ -213,7 +213,7 @@ def nothing(*args: Any) -> None:
 REPLACED = {
     "mbarrier": mbarrier, "tma_load": tma_load, "barrier": nothing, "fence_async_shared": nothing,
     "reinterpret": lambda smem, dtype, shape, layout: Shared(smem.values.view(shape)), "anchored": lambda x: x,
-    "warpgroup_mma_init": lambda x: x, "gdc_wait": nothing, "gdc_launch_dependents": nothing,
+    "warpgroup_mma_init": lambda x: x, "gdc_launch_dependents": nothing,
 }  # fmt: skip
 
 
@@ -230,21 +230,6 @@ def plain(function: Any, names: dict[str, Any], seen: dict[Any, Any]) -> Callabl
                 scope[name] = plain(value, names, seen)
         scope.update(names)
     return seen[fn]
-
-
-def launch(kernel: Any, programs: int, args: tuple[Any, ...]) -> None:
-    """Run `kernel`, program after program; tensors among `args`, all of it in order, are pointers."""
-    constant = [p.is_constexpr for p in kernel.params]
-    for program in range(programs):
-        gluon = Gluon(program)
-        own = {
-            "warpgroup_mma": gluon.warpgroup_mma, "warpgroup_mma_wait": gluon.warpgroup_mma_wait,
-            "tma_store": gluon.tma_store, "tma": types.SimpleNamespace(store_wait=gluon.store_wait),
-        }  # fmt: skip
-        body = plain(kernel, {"gl": gluon, "tl": gluon, **REPLACED, **own}, {})
-        body(*(x if fixed else argument(x) for x, fixed in zip(args, constant, strict=True)))
-        assert not gluon.in_flight, "ended while in flight"
-        assert not gluon.stores, "ended while buffers are stored"
 
 
 def argument(x: Any) -> Any:

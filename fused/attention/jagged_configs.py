@@ -2,7 +2,8 @@
 
 The mean length is tokens over samples, which the host knows; nothing waits for the device and nothing is autotuned.
 Rates below are useful TFLOP/s on an H200, 4 heads of 128 in bf16, lengths uniform in 1..L, of short bursts taken to
-choose; `benchmarks/results` holds what the choice gives.
+choose; `benchmarks/results` holds what the choice gives, and `h200_variants.jsonl` there the latest runs in which
+variants were held against the kernels before, of 18bb3c4.
 """
 
 from __future__ import annotations

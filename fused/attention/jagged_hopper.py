@@ -20,11 +20,10 @@ from . import _hopper_dkdv, _hopper_dq, _hopper_forward
 from ._tiles import LOG2E
 from .jagged_launch import Config, Operand, Problem, processors
 
-_ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 WIDTH = 128
 
 KEEP = tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 6)
-"""Whether the forward may keep a part of Q in registers: newer triton would put 28 words of a thread aside."""
+"""Whether the forward may keep a part of Q in registers: newer triton would put 14 words of a thread aside."""
 
 
 def fits(problem: Problem) -> bool:
@@ -47,8 +46,8 @@ def is_hopper(device: int | None) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _fields(shape: tuple[int, int], strides: tuple[int, int], dtype: torch.dtype, rows: int, cols: int) -> dict:
-    layout = gl.NVMMASharedLayout.get_default_for([rows, cols], _ELEMENTS[dtype])
+def _fields(shape: tuple[int, int], strides: tuple[int, int], rows: int, cols: int) -> dict:
+    layout = gl.NVMMASharedLayout.get_default_for([rows, cols], gl.bfloat16)
     block = {"block_shape": [rows, cols], "layout": layout, "padding": "zero", "round_f32_to_tf32": False}
     return {"shape": shape, "strides": strides, **block}
 
@@ -56,7 +55,7 @@ def _fields(shape: tuple[int, int], strides: tuple[int, int], dtype: torch.dtype
 def _boxes(base: Tensor, shape: tuple[int, int], stride: int, rows: int, cols: int) -> TensorDescriptor:
     """What `TensorDescriptor` gives, without its checks, which `Operand` has made."""
     descriptor = TensorDescriptor.__new__(TensorDescriptor)
-    descriptor.__dict__.update(_fields(shape, (stride, 1), base.dtype, rows, cols), base=base)
+    descriptor.__dict__.update(_fields(shape, (stride, 1), rows, cols), base=base)
     return descriptor
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..functional.jagged_checks import check_length, check_tensors
+from .nested import is_nested
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def packed(x: Any, offsets: Tensor | None, max_length: int | None, width: int, w
 
 
 def _batch(x: Any, offsets: Tensor | None, max_length: int | None, where: str) -> Packed:
-    if getattr(x, "is_nested", False):
+    if is_nested(x):
         return _nested(x, offsets, max_length, where)
     if x.dim() == 3 and offsets is None:
         samples, length = x.shape[:2]
